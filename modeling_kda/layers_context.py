@@ -1,0 +1,237 @@
+"""What all layers of one forward share: which tokens are real, where documents begin, what attention may see.
+
+Padding and packing are one thing to a linear-attention layer: the real tokens are laid out one after another, and a
+*document* is a stretch of them with a state of its own. It is a row of the batch without its pads, or one of several
+texts that were packed into a row.
+
+Legend: B batch, T tokens, D channels, W taps of the convolution, N documents, P real tokens, S past and new tokens.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+
+from .cache_kda_hybrid import KdaHybridCache
+from .configuration_kda_hybrid import KdaHybridConfig
+
+
+ABSORB_BELOW = 32  # Tokens. Absorbed attention makes all [heads * tokens, S] scores at once: not for long inputs.
+
+
+class ForwardContext:
+    """Built once per forward; no layer derives any of it again.
+
+    Args:
+        config: the model's.
+        embeds: `[B, T, D]`.
+        attention_mask: `[B, past + T]`, 0 at pads, of any number type; or `[B, 1, T, past + T]` with the same meaning.
+        position_ids: `[1 or B, T]`. A document begins where they do not go up by one; else they mean nothing here.
+        seq_idx: `[1 or B, T]`, the number of each token's document. Goes before `position_ids`.
+        cu_seqlens: `[N + 1]`, document borders among the B * T tokens. Goes before both.
+        cache: what came before.
+
+    Attributes:
+        packed: whether a row holds several documents; there is then no state of a row to remember.
+        cu_seqlens: `[N + 1]`, document borders among the real tokens. None: every row is one document, without pads.
+        attention_mask: as the attention implementation in use wants it.
+        absorbed: whether full attention works on the latents themselves: a few tokens after a past.
+        allowed: with `absorbed`, `[B or 1, T, S]`, True where a token may look; None: everywhere.
+        attention_kwargs: for the attention implementation.
+
+    Raises:
+        ValueError: a mask or borders of the wrong shape, or that contradict each other; documents and a cache.
+    """
+
+    def __init__(
+        self,
+        config: KdaHybridConfig,
+        embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: KdaHybridCache | None = None,
+        **attention_kwargs: Any,
+    ):
+        self.shape = B, T = embeds.shape[:2]
+        self.taps = config.linear_conv_kernel_dim
+        self.attention_kwargs = attention_kwargs
+        past = 0 if cache is None else cache.get_seq_length()
+        mask = _two_dimensional(attention_mask, B, T, past)
+        real = None if mask is None or mask[:, past:].all() else mask[:, past:]
+        begins = _document_begins(cu_seqlens, seq_idx, position_ids, real, B, T)
+        self.packed = begins is not None
+        if self.packed and cache is not None:
+            raise ValueError(
+                "several documents in one row were given together with a cache, which remembers rows. Pass the "
+                "documents as rows, or `use_cache=False` and no cache."
+            )
+        self._lay_out(begins, real, embeds.device)
+
+        self.absorbed = past > 0 and T <= ABSORB_BELOW
+        self.attention_mask = self.allowed = None
+        if "full_attention" not in config.layer_types:
+            return
+        if self.absorbed:
+            self.allowed = _allowed(mask, T, past, embeds.device)
+        elif self.packed:
+            self.attention_kwargs["position_ids"] = positions = _positions(begins, real)
+            self.attention_mask = create_causal_mask(config, embeds, None, None, positions)
+            if self.attention_mask is None and config._attn_implementation in ("eager", "sdpa", "flex_attention"):
+                raise ValueError("the attention mask lost the documents' borders")
+        else:
+            self.attention_mask = create_causal_mask(config, embeds, mask, cache)
+
+    def _lay_out(self, begins: Tensor | None, real: Tensor | None, device: torch.device) -> None:
+        """Indices that bring the real tokens together, and the convolution's windows before each document."""
+        self.cu_seqlens = self._real = None
+        if begins is None and real is None:
+            return
+        B, T = self.shape
+        if real is not None:
+            self._real = real.flatten().nonzero().squeeze(1)  # [P]
+        if begins is None:
+            self.cu_seqlens = F.pad(real.sum(1).cumsum(0), (1, 0))
+        else:
+            starts = (begins if real is None else begins[real]).flatten().nonzero().squeeze(1)
+            self.cu_seqlens = F.pad(starts, (0, 1), value=B * T if real is None else len(self._real))
+        # The convolution runs once over [window of document 0, its tokens, window of document 1, ...].
+        window, documents = self.taps - 1, len(self.cu_seqlens) - 1
+        lengths, number = self.cu_seqlens.diff(), torch.arange(documents, device=device)
+        token = torch.arange(B * T if self._real is None else len(self._real), device=device)
+        slot = torch.arange(window, device=device)
+        self._outputs = token + window * number.repeat_interleave(lengths)  # [P] where each token's output lies
+        first = self.cu_seqlens[:-1] + window * number
+        self._source = token.new_empty(documents * window + len(token))  # rows of [all windows, all tokens]
+        self._source[(first.unsqueeze(1) + slot).flatten()] = torch.arange(documents * window, device=device)
+        self._source[self._outputs + window] = documents * window + token
+        self._last = (first + lengths).unsqueeze(1) + slot  # [N, W - 1] the windows afterwards
+
+    @property
+    def num_documents(self) -> int:
+        """N: the number of states that linear-attention layers keep."""
+        return self.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    def pack(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` to its real tokens `[1, P, D]`; `x` as it is if every row is a document without pads."""
+        if self.cu_seqlens is None:
+            return x
+        x = x.flatten(0, 1)
+        return (x if self._real is None else x.index_select(0, self._real)).unsqueeze(0)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The way back, with zeros at pads."""
+        if self.cu_seqlens is None:
+            return x
+        x = x.squeeze(0)
+        if self._real is not None:
+            x = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy(0, self._real, x)
+        return x.unflatten(0, self.shape)
+
+    def with_windows(self, x: Tensor, window: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Puts its latest inputs before each document.
+
+        Args:
+            x: packed tokens, `[B, T, D]` or `[1, P, D]`. window: `[N, W - 1, D]`; None: zeros.
+
+        Returns: the convolution's input, and the windows afterwards `[N, W - 1, D]`.
+        """
+        if window is None:
+            window = x.new_zeros(self.num_documents, self.taps - 1, x.shape[-1])
+        if self.cu_seqlens is None:
+            x = torch.cat([window, x], 1)
+            return x, x[:, x.shape[1] - self.taps + 1 :]
+        x = torch.cat([window.flatten(0, 1), x.squeeze(0)]).index_select(0, self._source)
+        return x.unsqueeze(0), x[self._last]
+
+    def without_windows(self, y: Tensor) -> Tensor:
+        """From the convolution's output, what belongs to tokens: packed tokens again."""
+        return y if self.cu_seqlens is None else y.index_select(1, self._outputs)
+
+
+def _two_dimensional(mask: Tensor | None, B: int, T: int, past: int) -> Tensor | None:
+    """The padding mask `[B, past + T]` as bool; None if there are no pads."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
+        raise ValueError(
+            f"`attention_mask` must be a tensor of 2 or 4 dimensions, got "
+            f"{f'{mask.ndim} dimensions' if isinstance(mask, Tensor) else type(mask).__name__}."
+        )
+    wanted = (B, past + T) if mask.ndim == 2 else (B, 1, T, past + T)
+    if tuple(mask.shape) != wanted:
+        seen = f"{past} cached and {T} new tokens" if past else f"{T} tokens"
+        raise ValueError(f"`attention_mask` has shape {tuple(mask.shape)}; {B} rows of {seen} need {wanted}.")
+    if mask.ndim == 4:
+        allowed = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]  # additive masks are 0 or very negative
+        mask = allowed[:, -1]
+        if not torch.equal(allowed, _causal(T, past, mask.device) & mask.unsqueeze(1)):
+            raise ValueError(
+                "this 4-dimensional `attention_mask` is more than causality and padding, which is all that "
+                "linear-attention layers can honour. For packed documents pass `cu_seq_lens_q` or `position_ids`."
+            )
+    mask = mask.bool()
+    return None if mask.all() else mask
+
+
+def _causal(T: int, past: int, device: torch.device) -> Tensor:
+    """`[T, past + T]`, True where a new token may look."""
+    return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)
+
+
+def _allowed(mask: Tensor | None, T: int, past: int, device: torch.device) -> Tensor | None:
+    """`[B or 1, T, past + T]`, True where a new token may look; None: everywhere."""
+    if mask is None:
+        return None if T == 1 else _causal(T, past, device).unsqueeze(0)
+    return _causal(T, past, device) & mask.unsqueeze(1)
+
+
+def _document_begins(
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    position_ids: Tensor | None,
+    real: Tensor | None,
+    B: int,
+    T: int,
+) -> Tensor | None:
+    """`[B, T]`, True at each document's first real token; None if no row holds more than one document."""
+    if cu_seqlens is not None:
+        borders = cu_seqlens.tolist()
+        if not borders or borders[0] != 0 or borders[-1] != B * T or borders != sorted(borders):
+            raise ValueError(f"`cu_seq_lens_q` must go up from 0 to {B * T} (rows x tokens), got {borders}.")
+        if real is not None:
+            raise ValueError(
+                "`cu_seq_lens_q` and an `attention_mask` with pads contradict each other: the borders count every "
+                "token. Leave the mask out, or leave the pads out of the batch."
+            )
+        inner = torch.zeros(B * T + 1, dtype=torch.bool, device=cu_seqlens.device)
+        inner[cu_seqlens.long()] = True
+        inner = inner[:-1].view(B, T)
+    else:
+        numbers, step = (seq_idx, 0) if seq_idx is not None else (position_ids, 1)
+        if numbers is None:
+            return None
+        if numbers.ndim != 2 or numbers.shape[1] != T or numbers.shape[0] not in (1, B):
+            name = "seq_idx" if seq_idx is not None else "position_ids"
+            raise ValueError(f"`{name}` has shape {tuple(numbers.shape)}; {B} rows of {T} tokens need {(B, T)}.")
+        inner = F.pad(numbers.diff(dim=1) != step, (1, 0)).expand(B, T)
+    if real is not None:  # A step from or to a pad says nothing.
+        inner = inner & real & F.pad(real[:, :-1], (1, 0))
+    if not inner[:, 1:].any():
+        return None
+    first = torch.zeros_like(inner)
+    if T:
+        first.scatter_(
+            1, (torch.zeros_like(inner[:, :1]).long() if real is None else real.long().argmax(1, True)), True
+        )
+    return inner | (first if real is None else first & real)
+
+
+def _positions(begins: Tensor, real: Tensor | None) -> Tensor:
+    """`[B, T]` positions that start again with each document, and at each pad: so pads see nothing but themselves."""
+    borders = begins if real is None else begins | ~real
+    index = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
+    return index - torch.where(borders, index, 0).cummax(1).values

@@ -1,0 +1,351 @@
+"""`KdaHybridModel` and its heads: token embeddings, decoder layers of KDA or MLA with an MLP each, a final norm.
+
+Legend: B batch, T tokens, D hidden size.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel, initialization
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.utils import logging
+
+from .cache_kda_hybrid import KdaHybridCache
+from .compat_transformers import CACHE_NAME, one_cache
+from .configuration_kda_hybrid import KdaHybridConfig
+from .layers_context import ForwardContext
+from .layers_kda import GatedRMSNorm, KimiDeltaAttention
+from .layers_mla import MultiHeadLatentAttention
+from .layers_mlp import Experts, GatedMLP, RMSNorm, Router, SparseMLP
+
+
+logger = logging.get_logger(__name__)
+
+# A rounded decay rate or router score changes what is remembered, or which experts run.
+FLOAT32 = ("A_log", "dt_bias", "o_norm.weight", "mlp.gate.weight", "e_score_correction_bias")
+
+
+class KdaHybridDecoderLayer(GradientCheckpointingLayer):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: KdaHybridConfig, layer_idx: int):
+        super().__init__()
+        self.linear = config.layer_types[layer_idx] == "linear_attention"
+        self.self_attn = (KimiDeltaAttention if self.linear else MultiHeadLatentAttention)(config, layer_idx)
+        self.sparse = config.mlp_layer_types[layer_idx] == "sparse"
+        self.mlp = SparseMLP(config) if self.sparse else GatedMLP(config, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: Tensor, context: ForwardContext, cache: KdaHybridCache | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`[B, T, D]` to the same, the attention weights (None for KDA) and the router logits (None if dense)."""
+        x, weights, logits = self.input_layernorm(hidden_states), None, None
+        if self.linear:
+            x = self.self_attn(x, context, cache)
+        else:
+            x, weights = self.self_attn(x, context, cache)
+        hidden_states = hidden_states + x
+        x = self.post_attention_layernorm(hidden_states)
+        if self.sparse:
+            x, logits = self.mlp(x)
+        else:
+            x = self.mlp(x)
+        return hidden_states + x, weights, logits
+
+
+class KdaHybridPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation."""
+
+    config_class = KdaHybridConfig
+    config: KdaHybridConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["KdaHybridDecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _is_stateful = True  # the recurrent state cannot be cropped
+    _can_compile_fullgraph = False
+    _keep_in_fp32_modules_strict = list(FLOAT32)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, KimiDeltaAttention):
+            if self.config.linear_gate_lower_bound is None:
+                # As released and as fla: a head's rate is uniform in [1, 16].
+                initialization.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(1, 16).log_())
+            else:
+                # As fla for the bounded gate: sigmoid(16 * x) has no gradient at the biases drawn below.
+                initialization.zeros_(module.A_log)
+            # As fla: softplus(dt_bias) is log-uniform in [0.001, 0.1], so most channels remember for long.
+            low, high = math.log(1e-3), math.log(1e-1)
+            step = torch.empty_like(module.dt_bias).uniform_(low, high).exp_().clamp_(min=1e-4)
+            initialization.copy_(module.dt_bias, step + torch.log(-torch.expm1(-step)))  # inverse of softplus
+        elif isinstance(module, Experts):
+            initialization.normal_(module.gate_up_proj, mean=0.0, std=std)
+            initialization.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, Router):
+            initialization.normal_(module.weight, mean=0.0, std=std)
+            initialization.zeros_(module.e_score_correction_bias)
+        elif isinstance(module, (RMSNorm, GatedRMSNorm)):
+            initialization.ones_(module.weight)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any):
+        """As in transformers, for our checkpoints, released Kimi-Linear ones and transformers' `kimi_linear` ones.
+
+        Raises:
+            ValueError: a parameter that no tensor of the checkpoint fills, or a tensor that nothing takes. A head that
+                the checkpoint does not have (`score`), or that this class does not have (`lm_head`), is no error.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        missing = sorted(key for key in info["missing_keys"] if not key.startswith("score."))
+        extra = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "score.")))
+        if missing or extra:
+            raise ValueError(
+                f"the checkpoint does not fit {cls.__name__}. Parameters without a tensor ({len(missing)}): "
+                f"{_listed(missing)}. Tensors without a parameter ({len(extra)}): {_listed(extra)}."
+            )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
+        """As in transformers, under the names of this model's parameters, whatever it was loaded from.
+
+        So `Trainer` finds every tensor again when it resumes. `save_original_format=True` writes the layout that the
+        weights were loaded from.
+        """
+        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+
+    def _apply(self, fn, *args: Any, **kwargs: Any):
+        before = self._float32_names()
+        result = super()._apply(fn, *args, **kwargs)
+        if lost := before - self._float32_names():
+            logger.warning(
+                f"{len(lost)} tensors that this model keeps in float32 were cast ({_listed(sorted(lost), 3)}): decays "
+                "and routing lose precision, and a saved checkpoint keeps the loss. To load in another dtype, use "
+                "`from_pretrained(..., dtype=...)`, which leaves them alone."
+            )
+        return result
+
+    def _float32_names(self) -> set[str]:
+        tensors = [*self.named_parameters(), *self.named_buffers()]
+        return {name for name, x in tensors if name.endswith(FLOAT32) and x.dtype == torch.float32}
+
+
+def _listed(names: list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
+
+
+class KdaHybridModel(KdaHybridPreTrainedModel):
+    """The decoder, without a head."""
+
+    def __init__(self, config: KdaHybridConfig):
+        super().__init__(config)
+        config.check()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(KdaHybridDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: KdaHybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: KdaHybridCache | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoeModelOutputWithPast | tuple:
+        """
+        Args:
+            input_ids: `[B, T]`. Or `inputs_embeds`: `[B, T, D]`.
+            attention_mask: `[B, past + T]`, 0 at pads, which change nothing wherever they stand.
+            position_ids: `[B, T]`. There are no positions; where they start again, a packed document begins.
+            cache, past_key_values: two names of the memory of what came before; it moves on in place.
+            use_cache: whether to make a cache and return it. Default: the config's, but not in training.
+            output_hidden_states: whether to return the embeddings and each layer's output (the last one normalised).
+            output_attentions: whether to return attention weights; None for linear layers and for kernels without any.
+            output_router_logits: whether to return router logits `[B * T, experts]` of the sparse layers.
+            return_dict: False: a tuple of what is not None.
+            seq_idx: `[B, T]`, the number of each token's packed document.
+            cu_seq_lens_q: `[documents + 1]`, their borders among all B * T tokens.
+            kwargs: for the attention implementation.
+
+        Raises:
+            ValueError: neither or both of `input_ids` and `inputs_embeds`; token ids outside the vocabulary (on the
+                CPU); a mask, borders or a cache that do not fit.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give `input_ids` or `inputs_embeds`: exactly one of them.")
+        cache = self._own_cache(one_cache(cache, past_key_values))
+        if inputs_embeds is None:
+            _check_ids(input_ids, self.config.vocab_size)
+            inputs_embeds = self.embed_tokens(input_ids)
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpointing and (cache is not None or use_cache):
+            logger.warning_once(
+                "gradient checkpointing recomputes layers, which a cache cannot follow: no cache is used."
+            )
+            cache, use_cache = None, False
+        context = ForwardContext(
+            self.config, inputs_embeds, attention_mask, position_ids, seq_idx, cu_seq_lens_q, cache, **kwargs
+        )
+        if cache is None and not context.packed and self._wants_cache(use_cache):
+            cache = KdaHybridCache(self.config)
+
+        wants = {
+            name: given if given is not None else getattr(self.config, name, False)
+            for name, given in (
+                ("output_hidden_states", output_hidden_states),
+                ("output_attentions", output_attentions),
+                ("output_router_logits", output_router_logits),
+            )
+        }
+        hidden_states, states, attentions, routers = inputs_embeds, [], [], []
+        for layer in self.layers:
+            states.append(hidden_states)
+            hidden_states, weights, logits = layer(hidden_states, context, cache)
+            attentions.append(weights)
+            routers += [] if logits is None else [logits]
+        hidden_states = self.norm(hidden_states)
+        output = MoeModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            hidden_states=(*states, hidden_states) if wants["output_hidden_states"] else None,
+            attentions=tuple(attentions) if wants["output_attentions"] else None,
+            router_logits=tuple(routers) if wants["output_router_logits"] else None,
+            **{CACHE_NAME: cache},
+        )
+        return output if self._wants_dict(return_dict) else output.to_tuple()
+
+    def _own_cache(self, cache: Any) -> KdaHybridCache | None:
+        if cache is None or isinstance(cache, KdaHybridCache):
+            return cache
+        raise ValueError(
+            f"`cache` must be a KdaHybridCache, which remembers recurrent states, not a {type(cache).__name__}. Leave it "
+            "out, or pass `KdaHybridCache(model.config)`."
+        )
+
+    def _wants_cache(self, use_cache: bool | None) -> bool:
+        return use_cache if use_cache is not None else self.config.use_cache and not self.training
+
+    def _wants_dict(self, return_dict: bool | None) -> bool:
+        return return_dict if return_dict is not None else self.config.return_dict is not False
+
+
+def _check_ids(ids: Tensor, size: int) -> None:
+    """On the CPU, where a look costs nothing; on a GPU the embedding itself stops the program."""
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+        return
+    low, high = ids.aminmax()
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"`input_ids` holds numbers from {int(low)} to {int(high)}; with `vocab_size` {size} they must lie in "
+            f"[0, {size - 1}]. Is the tokenizer the model's own?"
+        )
+
+
+class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
+    """The decoder with a language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: KdaHybridConfig):
+        super().__init__(config)
+        self.model = KdaHybridModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: KdaHybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        past_key_values: KdaHybridCache | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> MoeCausalLMOutputWithPast | tuple:
+        """As `KdaHybridModel.forward`, with logits and a loss.
+
+        Args:
+            labels: `[B, T]`, -100 where there is no target; shifted here.
+            logits_to_keep: how many of the last tokens get logits (0: all), or which, as an index.
+            kwargs: `num_items_in_batch` and what else the loss takes, and the arguments of `KdaHybridModel.forward`.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            return_dict=True,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+        hidden_states = outputs.last_hidden_state
+        if not isinstance(kept, int):
+            hidden_states = hidden_states[:, kept]
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = MoeCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+        )
+        return output if self.model._wants_dict(return_dict) else output.to_tuple()
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Puts a `KdaHybridCache` where `generate` would put its own."""
+        kind = generation_config.cache_implementation
+        if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if kind not in (None, "dynamic"):
+            raise NotImplementedError(
+                f"`cache_implementation` {kind!r} is not built for recurrent states; leave it out, or pass "
+                "`cache=KdaHybridCache(model.config)`."
+            )
+        model_kwargs[CACHE_NAME] = KdaHybridCache(self.config)
+
+
+class KdaHybridForSequenceClassification(GenericForSequenceClassification, KdaHybridPreTrainedModel):
+    """The decoder with a classifier on each row's last token."""
+
+
+__all__ = [
+    "KdaHybridForCausalLM",
+    "KdaHybridForSequenceClassification",
+    "KdaHybridModel",
+    "KdaHybridPreTrainedModel",
+]

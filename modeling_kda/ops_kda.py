@@ -1,0 +1,114 @@
+"""The contract of the KDA operation, and which backend runs a call.
+
+A backend is a module with four names: `NAME`; `why_not()`, why it cannot run here; `refuses(call)`, why it cannot run
+this call; and `run(call)`. See `KdaCall` for what goes in and comes out. The first backend of `BACKENDS` that does not
+object runs the call; an error while it runs is an error, never a reason to try the next.
+"""
+
+import contextlib
+import difflib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from . import ops_reference, ops_torch
+from .ops_reference import KdaCall
+
+
+logger = logging.get_logger(__name__)
+
+BACKENDS = (ops_torch, ops_reference)  # in order of preference
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_choice: ContextVar[str] = ContextVar("kda_backend", default="auto")
+
+
+def kda(call: KdaCall) -> tuple[Tensor, Tensor]:
+    """Kimi Delta Attention.
+
+    Returns: `o` `[B, T, H, V]` in the dtype of `v`, and the final state `[N, H, V, K]` float32.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        RuntimeError: the backend chosen by `use_backend` cannot run the call.
+    """
+    _check(call)
+    return _backend_for(call).run(call)
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the `with` block, KDA runs on the backend of this name and no other; "auto" is the default.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    names = ["auto", *(backend.NAME for backend in BACKENDS)]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
+        raise ValueError(f"unknown KDA backend {name!r}; there are {names}. Did you mean {near!r}?")
+    token = _choice.set(name)
+    try:
+        yield
+    finally:
+        _choice.reset(token)
+
+
+def backend_report() -> str:
+    """One line for each backend: whether it runs here, or why not. Calls may still be refused one by one."""
+    lines = [f"KDA backends, in order of preference (chosen: {_choice.get()})"]
+    for backend in BACKENDS:
+        reason = backend.why_not()
+        lines.append(f"  {backend.NAME:<10} {'ready' if reason is None else 'not available: ' + reason}")
+    return "\n".join(lines)
+
+
+def _backend_for(call: KdaCall):
+    choice, reasons = _choice.get(), []
+    for backend in BACKENDS:
+        if choice not in ("auto", backend.NAME):
+            continue
+        reason = backend.why_not() or backend.refuses(call)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.NAME}: {reason}")
+        if choice == "auto":
+            logger.info_once(f"KDA backend {reasons[-1]}")
+    raise RuntimeError("no KDA backend can run this call. " + "; ".join(reasons))
+
+
+def _check(call: KdaCall) -> None:
+    """Raises ValueError if the tensors do not fit together: a kernel would read past their ends."""
+    B, T, H, K = call.q.shape
+    V, N = call.v.shape[-1], call.num_documents
+    wanted = {
+        "k": (B, T, H, K),
+        "v": (B, T, H, V),
+        "gate": (B, T, H, K),
+        "beta": (B, T, H),
+        "A_log": (H,),
+        "dt_bias": (H * K,),
+        "state": (N, H, V, K),
+    }
+    for name, shape in wanted.items():
+        tensor = getattr(call, name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"`{name}` has shape {tuple(tensor.shape)}; with `q` {(B, T, H, K)} it must be {shape}.")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"`{name}` is {tensor.dtype}; supported: {', '.join(map(str, DTYPES))}.")
+    if call.lower_bound is not None and not call.lower_bound < 0:
+        raise ValueError(f"`lower_bound` bounds a log decay, so it must be below 0 or None, got {call.lower_bound!r}.")
+    if call.cu_seqlens is not None:
+        if B != 1:
+            raise ValueError(f"with `cu_seqlens` the batch has one row of packed tokens, got {B}.")
+        if call.cu_seqlens.device.type == "cpu":
+            borders = call.cu_seqlens.tolist()
+            if not borders or borders[0] != 0 or borders[-1] != T or borders != sorted(borders):
+                raise ValueError(f"`cu_seqlens` must go up from 0 to {T} (tokens), got {borders}.")
+
+
+__all__ = ["KdaCall", "backend_report", "kda", "use_backend"]

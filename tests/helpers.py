@@ -1,0 +1,97 @@
+"""What several tests need: golden data, a small model, comparisons that say where they failed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM
+
+
+GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+
+# Largest relative error by dtype: of an operation against float64, |got - want| / max |want|.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# Largest absolute difference of float32 logits between two ways to run one model.
+LOGITS = 1e-4
+
+
+def golden(*parts: str) -> Path:
+    """A path in the golden data; skips the test where it is absent."""
+    path = GOLDEN.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"golden data is absent: {path.relative_to(GOLDEN.parent)} is not beside the checkout")
+    return path
+
+
+def golden_json(*parts: str):
+    return json.loads(golden(*parts).read_text())
+
+
+def golden_tensors(*parts: str) -> dict[str, torch.Tensor]:
+    return load_file(golden(*parts))
+
+
+def tiny_config(**changes) -> KdaHybridConfig:
+    """Four layers with everything in them. Sizes are off the powers of two, and keys and values differ in width."""
+    fields = dict(
+        vocab_size=97,
+        hidden_size=60,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        initializer_range=0.3,  # at 0.02 most leaks hide under the noise
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        linear_num_heads=3,
+        linear_head_dim=12,
+        linear_value_head_dim=20,
+        linear_output_gate_rank=10,
+        num_attention_heads=4,
+        kv_lora_rank=28,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=18,
+        intermediate_size=72,
+        moe_intermediate_size=36,
+        num_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+    )
+    return KdaHybridConfig(**{**fields, **changes})
+
+
+def tiny_model(seed: int = 0, **changes) -> KdaHybridForCausalLM:
+    """A small random model in eval mode; norm weights and the router's bias are random too."""
+    torch.manual_seed(seed)
+    model = KdaHybridForCausalLM(tiny_config(**changes)).eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                tensor.add_(0.3 * torch.randn_like(tensor))
+            if "correction_bias" in name:
+                tensor.add_(0.2 * torch.randn_like(tensor))
+    return model
+
+
+def token_ids(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:
+    """`[rows, length]` random ids from 3 to 96."""
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, absolute: float = LOGITS, relative: float = 0.0, name: str = "") -> None:
+    """|got - want| <= absolute + relative * max |want|, everywhere, and nothing is NaN."""
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if not want.numel():
+        return
+    error = (got.double() - want.double()).abs()
+    largest, limit = error.max().item(), absolute + relative * want.abs().max().item()
+    if largest <= limit:  # False for NaN
+        return
+    place = tuple(int(i) for i in torch.unravel_index(error.nan_to_num(nan=float("inf")).argmax(), error.shape))
+    raise AssertionError(
+        f"{name}: largest error {largest:.3e} at {place} exceeds {limit:.3e}; mean {error.mean().item():.3e}, "
+        f"relative {largest / max(want.abs().max().item(), 1e-30):.3e}, got {got[place].item()}, want {want[place].item()}"
+    )
