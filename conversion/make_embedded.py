@@ -28,7 +28,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM
+from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM, optimizer_groups
 
 from .embedded_corpus import SOURCES, make_corpus, read_documents
 
@@ -160,17 +160,6 @@ class RouterBalance:
         return max((float(load.max() / load.mean()) for load in self.loads.values()), default=1.0)
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW, with weight decay on matrices and expert tensors only."""
-    decayed, free = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            special = any(word in name for word in ("embed", "norm", "conv", "A_log", "dt_bias"))
-            (free if special or parameter.ndim not in (2, 3) else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=free[0].is_cuda)
-
-
 class HeldOut:
     """The held-out windows of every source, and what each token stands for in bytes."""
 
@@ -201,13 +190,13 @@ def train_model(
     corpus: Folder,
     tokenizer: Folder,
     out: Folder,
-    steps: int = 2500,
+    steps: int = 1400,
     minutes: Annotated[float | None, typer.Option(help="Train for this long instead; not reproducible.")] = None,
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
     batch: Annotated[int, typer.Option(help=f"Windows of {WINDOW} tokens in a step.")] = 64,
     lr: float = 2e-3,
-    dropout: Annotated[float, typer.Option(help="Share of input tokens blanked out.")] = 0.1,
-    balance: Annotated[float, typer.Option(help="Step of the routers' selection bias.")] = 1e-3,
+    dropout: Annotated[float, typer.Option(help="Share of input tokens blanked out.")] = 0.15,
+    balance: Annotated[float, typer.Option(help="Step of the routers' selection bias.")] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between two looks at the held-out text.")] = 100,
     seed: int = 0,
 ) -> None:
@@ -217,7 +206,8 @@ def train_model(
     torch.set_float32_matmul_precision("high")
     stream, held_out = encode(words, read_documents(corpus / "train.txt")), HeldOut(corpus, words)
     model = KdaHybridForCausalLM(embedded_config()).to(place).train()
-    optimizer, router_balance = make_optimizer(model), RouterBalance(model, balance)
+    groups, router_balance = optimizer_groups(model, weight_decay=0.1), RouterBalance(model, balance)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=place.type == "cuda")
 
     history, best, best_weights = [], {"nats": math.inf}, {}
     begin = time.perf_counter()

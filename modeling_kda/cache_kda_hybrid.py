@@ -69,7 +69,7 @@ class RecurrentMemory(_LayerMemory):
 
 
 class LatentMemory(_LayerMemory):
-    """A full-attention layer's memory: `latents` `[B, S, R]`, the normalised latent and the shared key of each token."""
+    """A full-attention layer's memory: `latents` `[B, S, R]`, each token's normalised latent and shared key."""
 
     TENSORS = ("latents",)
 

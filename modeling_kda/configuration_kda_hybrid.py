@@ -58,7 +58,7 @@ NOT_BUILT = {
 
 
 class KdaHybridConfig(PreTrainedConfig):
-    r"""Configuration of a hybrid of Kimi Delta Attention (KDA) and multi-head latent attention (MLA) without positions.
+    r"""Configuration of a hybrid of Kimi Delta Attention (KDA) and position-free multi-head latent attention (MLA).
 
     Also reads the `config.json` of the released Kimi-Linear checkpoints and of transformers' own `kimi_linear` as they
     are. Sizes are counts of numbers per token unless said otherwise.
@@ -83,7 +83,7 @@ class KdaHybridConfig(PreTrainedConfig):
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim (`int`): Widths of the per-head key, of the key that all heads
             share (never rotated here, cached beside the latent) and of the value.
         attention_output_gate (`bool`): Whether MLA's output is multiplied by a sigmoid gate (Kimi K3).
-        lora_norm_eps (`float`): Added to the mean of squares in the RMSNorms of MLA's low-rank paths (1e-6 as released).
+        lora_norm_eps (`float`): Added to the mean of squares in the RMSNorms of MLA's low-rank paths.
         attention_dropout (`float`): Dropout of MLA's attention weights, in training.
         intermediate_size (`int`): Width of a dense MLP.
         mlp_layer_types (`list[str]`, *optional*): `"dense"` or `"sparse"` for each layer. Default: all dense without
@@ -92,9 +92,9 @@ class KdaHybridConfig(PreTrainedConfig):
         n_group, topk_group (`int`): Expert groups, and how many of them a token may use.
         norm_topk_prob (`bool`): Whether the chosen experts' weights are divided by their sum.
         routed_scaling_factor (`float`): Multiplies the routed experts' weights.
-        router_weights_use_bias (`bool`): Whether the weights come from the scores with the correction bias added, as the
-            released Kimi-Linear code computes them (its in-place addition), or without it, as Kimi K3 and every serving
-            engine do. The choice of experts uses the bias either way.
+        router_weights_use_bias (`bool`): Whether the weights come from the scores with the correction bias added, as
+            the released Kimi-Linear code computes them (its in-place addition), or without it, as Kimi K3 and the
+            serving engines do. The choice of experts uses the bias either way.
         situ_beta, situ_linear_beta, routed_expert_hidden_size, latent_moe_use_norm, attn_res_block_size: Parts of
             Kimi K3, declared here and not built yet.
 
@@ -213,7 +213,7 @@ class KdaHybridConfig(PreTrainedConfig):
         return given
 
     def check(self) -> None:
-        """Raises if the fields contradict each other. Runs when the config is built and when a model is built from it."""
+        """Raises if the fields contradict each other. Runs when the config, and a model from it, are built."""
         for name, built in NOT_BUILT.items():
             if getattr(self, name) != built:
                 raise NotImplementedError(
@@ -225,7 +225,7 @@ class KdaHybridConfig(PreTrainedConfig):
             types, allowed = getattr(self, name), LAYER_TYPES if name == "layer_types" else MLP_TYPES
             if len(types) != self.num_hidden_layers:
                 raise ValueError(
-                    f"`{name}` has {len(types)} entries, `num_hidden_layers` is {self.num_hidden_layers}; they must agree."
+                    f"`{name}` has {len(types)} entries, but `num_hidden_layers` is {self.num_hidden_layers}."
                 )
             for i, kind in enumerate(types):
                 if kind not in allowed:
@@ -271,8 +271,8 @@ class KdaHybridConfig(PreTrainedConfig):
         reachable = self.num_experts // self.n_group * self.topk_group
         if self.num_experts_per_tok > reachable:
             raise ValueError(
-                f"`num_experts_per_tok` ({self.num_experts_per_tok}) exceeds the {reachable} experts that `num_experts`, "
-                f"`n_group` and `topk_group` ({self.num_experts}, {self.n_group}, {self.topk_group}) leave to a token."
+                f"`num_experts_per_tok` ({self.num_experts_per_tok}) exceeds the {reachable} experts of `num_experts` "
+                f"({self.num_experts}), `n_group` ({self.n_group}) and `topk_group` ({self.topk_group})."
             )
         if self.topk_group < self.n_group and self.num_experts // self.n_group < 2:
             raise ValueError(

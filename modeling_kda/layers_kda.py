@@ -1,6 +1,6 @@
 """Kimi Delta Attention: a layer whose memory of the past is one matrix a head, whatever the length.
 
-Legend: B batch, T tokens, P real tokens in all, H heads, K key width, V value width, D = 2HK + HV, W taps, N documents.
+Legend: B batch, T tokens, P real tokens, H heads, K key width, V value width, D = 2HK + HV, W taps, N texts.
 Shapes say `[B, T, ...]`; with pads or packed documents they are `[1, P, ...]`.
 """
 

@@ -92,11 +92,11 @@ class MultiHeadLatentAttention(nn.Module):
         return plain and self.kv_b_proj.weight.device.type != "meta"
 
     def _absorbed(self, q: Tensor, rows: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same numbers from the latents themselves: the keys' matrix moves to the queries, the values' to the output.
+        """The same numbers from the latents: the keys' matrix moves to the queries, the values' to the output.
 
         All heads share the rows, so heads and tokens are one axis, and the past is read once for all of them.
         """
-        B, T = q.shape[:2]
+        T = q.shape[1]
         to_key, to_value = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split([self.nope, self.value], 1)
         q_nope, q_shared = q.transpose(1, 2).split([self.nope, self.shared], -1)  # [B, H, T, ...]
         q = torch.cat([q_nope @ to_key, q_shared], -1).flatten(1, 2)  # [B, H * T, L + P]

@@ -52,7 +52,7 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[X, D]` to router logits `[X, E]`, the chosen experts' weights `[X, A]`, both float32, and numbers `[X, A]`."""
+        """`[X, D]` to router logits `[X, E]`, and the chosen experts' weights and numbers, `[X, A]` each; float32."""
         config = self.config
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())

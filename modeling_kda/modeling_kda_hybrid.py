@@ -75,6 +75,11 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = False
     _keep_in_fp32_modules_strict = list(FLOAT32)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Yes; transformers looks for the experts in this file, where they are not."""
+        return True
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -239,8 +244,8 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         if cache is None or isinstance(cache, KdaHybridCache):
             return cache
         raise ValueError(
-            f"`cache` must be a KdaHybridCache, which remembers recurrent states, not a {type(cache).__name__}. Leave it "
-            "out, or pass `KdaHybridCache(model.config)`."
+            f"`cache` must be a KdaHybridCache, which remembers recurrent states, not a {type(cache).__name__}. Leave "
+            "it out, or pass `KdaHybridCache(model.config)`."
         )
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
@@ -320,7 +325,7 @@ class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
-            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
         return output if self.model._wants_dict(return_dict) else output.to_tuple()
 
@@ -330,17 +335,31 @@ class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
         """Puts a `KdaHybridCache` where `generate` would put its own."""
         kind = generation_config.cache_implementation
         if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
-            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if kind not in (None, "dynamic"):
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        elif kind in (None, "dynamic"):
+            model_kwargs[CACHE_NAME] = KdaHybridCache(self.config)
+        else:
             raise NotImplementedError(
                 f"`cache_implementation` {kind!r} is not built for recurrent states; leave it out, or pass "
                 "`cache=KdaHybridCache(model.config)`."
             )
-        model_kwargs[CACHE_NAME] = KdaHybridCache(self.config)
 
 
 class KdaHybridForSequenceClassification(GenericForSequenceClassification, KdaHybridPreTrainedModel):
     """The decoder with a classifier on each row's last token."""
+
+
+def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer, with weight decay on matrices and expert tensors only.
+
+    `Trainer` decays whatever is not a norm or a bias by name, so also A_log and the convolutions, whose decay changes
+    how fast the model forgets. Pass it an optimizer made from these: `Trainer(optimizers=(AdamW(groups), None))`.
+    """
+    decayed, free = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (decayed if parameter.ndim > 1 and "conv1d" not in name else free).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 
 
 __all__ = [
@@ -348,4 +367,5 @@ __all__ = [
     "KdaHybridForSequenceClassification",
     "KdaHybridModel",
     "KdaHybridPreTrainedModel",
+    "optimizer_groups",
 ]

@@ -35,7 +35,8 @@ def kda(call: KdaCall) -> tuple[Tensor, Tensor]:
         RuntimeError: the backend chosen by `use_backend` cannot run the call.
     """
     _check(call)
-    return _backend_for(call).run(call)
+    with torch.autocast(call.q.device.type, enabled=False):  # the backend chooses its own precision
+        return _backend_for(call).run(call)
 
 
 @contextlib.contextmanager

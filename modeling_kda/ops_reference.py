@@ -16,6 +16,7 @@ A document is a stretch of tokens with a state of its own. Without `cu_seqlens` 
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -163,7 +164,7 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
         bounds = call.cu_seqlens.tolist()
         state = call.initial_state(wide(call.v).dtype)
         parts = []
-        for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        for n, (start, end) in enumerate(pairwise(bounds)):
             cut = {name: getattr(call, name)[:, start:end] for name in ("q", "k", "v", "gate", "beta")}
             parts.append(run(replace(call, **cut, state=state[n : n + 1], cu_seqlens=None)))
         if not parts:

@@ -12,8 +12,8 @@ decay from token j to the chunk's end, and `S` the state at its start:
 The decay from j to i is cut where the two halves of the smallest block that holds both tokens meet: a product of
 factors of at most 1 on either side. So no exponent is ever positive, nothing is a difference of large sums, and any
 gate is safe, down to a decay of e^-1000 a token. The unit triangular matrix is inverted by blocked doubling, as stable
-as substitution. The backward is written by hand, recomputes one segment of chunks at a time, and needs no more than the
-state at each segment's start.
+as substitution. The backward is written by hand, recomputes one segment of chunks at a time, and keeps only the state
+at the start of each.
 
 Legend: B batch, T tokens, H heads, K key width, V value width, C chunk, N documents, M chunks of a segment, X = M * H.
 An axis "2" holds q and k, or what belongs to each.
@@ -34,7 +34,9 @@ NAME = "torch"
 
 CHUNK = 32  # Tokens. The fastest of 16, 32 and 64 on a CPU: shorter means more steps, longer means more products.
 LOOP_BELOW = 32  # Tokens below which the loop beats a chunk, when no gradient is wanted.
-SEGMENT = 2**18  # Numbers in one [X, C, K] tensor of a segment: 1 MiB in float32, so that a segment stays in cache.
+# Numbers in one [X, C, K] tensor of a segment. CPU: 1 MiB in float32, so that a segment stays in cache. Elsewhere: few
+# launches, and no more than some hundred MiB at a time.
+SEGMENT, SEGMENT_ELSEWHERE = 2**18, 2**24
 STREAMS = ("q", "k", "v", "gate", "beta")  # The fields of a call that have a row for every token.
 
 
@@ -94,7 +96,8 @@ class _Layout:
     def segments(self, call: KdaCall) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """Cuts the steps into segments: the `index` of each, and the active documents of its steps."""
         H, K, V = call.k.shape[2], call.k.shape[3], call.v.shape[3]
-        most = SEGMENT // max(1, H * K * self.index.shape[1])  # chunks
+        numbers = SEGMENT if self.index.device.type == "cpu" else SEGMENT_ELSEWHERE
+        most = numbers // max(1, H * K * self.index.shape[1])  # chunks
         least = -(-V // self.index.shape[1])  # steps, so that the states kept are no more numbers than v
         step = chunk = 0
         while step < len(self.active):
@@ -198,9 +201,9 @@ class _Segment:
         d_qk = (pair.flatten(1, 2) @ before).unflatten(1, (C, 2)) * self.P.unsqueeze(-2)  # as later rows
         d_k, d_end = torch.zeros_like(k), d_end * self.R  # as earlier rows: for later rows, and for later chunks
         _scores_backward(d_scores, self.qk, self.decay, d_qk, d_k)
-        # g enters all of the above as x * exp(sum of g), and reaches the gradient as x * dx: x a q or k with every g up
-        # to its own row; an earlier row's k with every g between the two (so x * dx appears at both ends); or a k with
-        # every g after its own row. The last is summed apart: its nearest rows have no decay, and would drown the rest.
+        # g enters all of the above as x * exp(sum of g), and reaches the gradient as x * dx: x a q or k with every g
+        # up to its own row; an earlier row's k with every g between two rows (so x * dx appears at both ends); or a k
+        # with every g after its row. The last is summed apart: its nearest rows hardly decay and would drown others.
         ones = k.new_ones(C, C)
         dg = torch.triu(ones) @ ((self.qk * d_qk).sum(2) - k * d_k) + torch.tril(ones, -1) @ (k * d_end)
         dg += d_decay * self.P[:, -1:]
@@ -232,7 +235,7 @@ def _scores(qk: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns: scores `[X, C, 2, C]` (q: up to and with the diagonal, k: below it), `P` and `R` `[X, C, K]`.
     """
-    X, C, _, K = qk.shape
+    X, C = qk.shape[:2]
     k = qk[:, :, 1]
     scores = qk.new_zeros(X, C, 2, C)
     scores[:, :, 0].diagonal(dim1=1, dim2=2).copy_((qk[:, :, 0] * k).sum(-1))
@@ -250,8 +253,8 @@ def _scores(qk: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sides(qk: Tensor, P: Tensor, R: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """q and k of later rows, decayed since the middle of their block, `[X, n, 2h, K]`; k of earlier rows, decayed up to
-    it, `[X, n, h, K]`."""
+    """q and k of later rows, decayed since the middle of their block, `[X, n, 2h, K]`; k of earlier rows, decayed up
+    to it, `[X, n, h, K]`."""
     (first, second), P_second, R_first = _halves(qk, h), _halves(P, h)[1], _halves(R, h)[0]
     return (second * P_second.unsqueeze(-2)).flatten(2, 3), first[..., 1, :] * R_first
 
@@ -406,7 +409,7 @@ def _chunked_backward(
     do: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, gate, beta, A_log, dt_bias and the initial state. `borders`: as `_chunked` returns them."""
+    """Gradients of q, k, v, gate, beta, A_log, dt_bias and the initial state. `borders`: as `_chunked` gives them."""
     call = KdaCall(q, k, v, gate, beta, A_log, dt_bias, lower_bound, None, cu_seqlens)
     layout = _layout_of(call)
     dS = d_final[layout.order]
@@ -441,7 +444,8 @@ def _save_for_backward(ctx, inputs, output):
 
 def _backward(ctx, do, d_final, _):
     *tensors, cu_seqlens, borders = ctx.saved_tensors
-    *grads, d_state = _chunked_backward(*tensors, ctx.lower_bound, cu_seqlens, borders, do, d_final)
+    with torch.autocast(do.device.type, enabled=False):
+        *grads, d_state = _chunked_backward(*tensors, ctx.lower_bound, cu_seqlens, borders, do, d_final)
     return *grads, None if ctx.state_dtype is None else d_state.to(ctx.state_dtype), None, None, None
 
 

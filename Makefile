@@ -1,0 +1,46 @@
+# Everything here sets up what it needs; a second call starts at once. Needs Python 3.10 or later and make.
+PYTHON ?= python3
+VENV := .venv
+FLOOR := .venv-floor
+BIN := $(VENV)/bin
+PIP := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-floor lint bench clean
+
+demo: $(VENV)/ready
+	$(BIN)/python notebooks/demo.py
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest --numprocesses 2
+
+# The oldest transformers that is supported, and what depends on its version.
+test-floor: $(FLOOR)/ready
+	$(FLOOR)/bin/python -m pytest --numprocesses 2 $(FLOOR_TESTS)
+
+FLOOR_TESTS := tests/test_modeling_kda_hybrid.py tests/test_generation.py tests/test_saving.py tests/test_training.py
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/ready
+	$(BIN)/python -m tests.benchmarks.bench_ops
+	$(BIN)/python -m tests.benchmarks.bench_model
+
+clean:
+	rm -rf $(VENV) $(FLOOR)
+
+# torch first and alone: what comes after takes the build that is there.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) torch
+	$(BIN)/python $(PIP) --editable ".[test,notebooks]"
+	touch $@
+
+$(FLOOR)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python $(PIP) torch
+	grep -viE '^(transformers|tokenizers|huggingface.hub|httpx|httpcore)' constraints.txt > $(FLOOR)/constraints.txt
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(FLOOR)/constraints.txt \
+		--editable ".[test]" "transformers==5.17.0"
+	touch $@
