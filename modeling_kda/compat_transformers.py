@@ -1,6 +1,7 @@
 """What differs between the supported versions of transformers (5.17 up to, not including, 6), and nothing else."""
 
 import dataclasses
+from typing import Any
 
 import transformers
 from packaging.version import Version
@@ -20,7 +21,7 @@ if not Version(MINIMUM) <= Version(Version(transformers.__version__).base_versio
 CACHE_NAME = "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
 
 
-def one_cache(cache, past_key_values):
+def one_cache(cache: Any, past_key_values: Any) -> Any:
     """The cache, whichever of its two names it came under.
 
     Raises:

@@ -105,7 +105,7 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
             initialization.ones_(module.weight)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any):
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As in transformers, for our checkpoints, released Kimi-Linear ones and transformers' `kimi_linear` ones.
 
         Raises:

@@ -18,7 +18,9 @@ class HeadRates(ConversionOps):
     """`A_log` as released, `[1, 1, H, 1]`, to ours, `[H]`."""
 
     @torch.no_grad()
-    def convert(self, input_dict: dict[str, Any], source_patterns, target_patterns, **kwargs) -> dict[str, Tensor]:
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Tensor]:
         (tensor,) = (x[0] if isinstance(x, list) else x for x in input_dict.values())
         if tensor.numel() != max(tensor.shape, default=0):
             raise ValueError(f"`A_log` has shape {tuple(tensor.shape)}; one number a head is expected.")
