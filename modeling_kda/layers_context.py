@@ -7,18 +7,20 @@ texts that were packed into a row.
 Legend: B batch, T tokens, D channels, W taps of the convolution, N documents, P real tokens, S past and new tokens.
 """
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import create_causal_mask
 
 from .cache_kda_hybrid import KdaHybridCache
 from .configuration_kda_hybrid import KdaHybridConfig
 
 
-ABSORB_BELOW = 32  # Tokens. Absorbed attention makes all [heads * tokens, S] scores at once: not for long inputs.
+ABSORB_UP_TO = 32  # Tokens. Absorbed attention makes all [heads * tokens, S] scores at once: not for long inputs.
 
 
 class ForwardContext:
@@ -59,6 +61,7 @@ class ForwardContext:
         self.shape = B, T = embeds.shape[:2]
         self.taps = config.linear_conv_kernel_dim
         self.attention_kwargs = attention_kwargs
+        self._device, self._elsewhere = embeds.device, {}
         past = 0 if cache is None else cache.get_seq_length()
         mask = _two_dimensional(attention_mask, B, T, past)
         real = None if mask is None or mask[:, past:].all() else mask[:, past:]
@@ -71,7 +74,7 @@ class ForwardContext:
             )
         self._lay_out(begins, real, embeds.device)
 
-        self.absorbed = past > 0 and T <= ABSORB_BELOW
+        self.absorbed = past > 0 and T <= ABSORB_UP_TO
         self.attention_mask = self.allowed = None
         if "full_attention" not in config.layer_types:
             return
@@ -80,8 +83,8 @@ class ForwardContext:
         elif self.packed:
             self.attention_kwargs["position_ids"] = positions = _positions(begins, real)
             self.attention_mask = create_causal_mask(config, embeds, None, None, positions)
-            if self.attention_mask is None and config._attn_implementation in ("eager", "sdpa", "flex_attention"):
-                raise ValueError("the attention mask lost the documents' borders")
+            flash = "flash" in config._attn_implementation  # which reads the positions
+            assert flash or self.attention_mask is not None, "the attention mask lost the documents' borders"
         else:
             self.attention_mask = create_causal_mask(config, embeds, mask, cache)
 
@@ -109,6 +112,19 @@ class ForwardContext:
         self._source[(first.unsqueeze(1) + slot).flatten()] = torch.arange(documents * window, device=device)
         self._source[self._outputs + window] = documents * window + token
         self._last = (first + lengths).unsqueeze(1) + slot  # [N, W - 1] the windows afterwards
+
+    def to(self, device: torch.device) -> "ForwardContext":
+        """The same on another device; layers of one model may lie on several."""
+        if device == self._device:
+            return self
+        if device not in self._elsewhere:
+            moved = copy.copy(self)
+            moved._device = device
+            for name, value in vars(self).items():
+                if isinstance(value, (Tensor, BlockMask)):
+                    setattr(moved, name, value.to(device))
+            self._elsewhere[device] = moved
+        return self._elsewhere[device]
 
     @property
     def num_documents(self) -> int:
@@ -143,7 +159,7 @@ class ForwardContext:
             window = x.new_zeros(self.num_documents, self.taps - 1, x.shape[-1])
         if self.cu_seqlens is None:
             x = torch.cat([window, x], 1)
-            return x, x[:, x.shape[1] - self.taps + 1 :]
+            return x, x[:, x.shape[1] - self.taps + 1 :].clone()  # a view would keep all of x alive
         x = torch.cat([window.flatten(0, 1), x.squeeze(0)]).index_select(0, self._source)
         return x.unsqueeze(0), x[self._last]
 
@@ -212,7 +228,7 @@ def _document_begins(
         inner = inner[:-1].view(B, T)
     else:
         numbers, step = (seq_idx, 0) if seq_idx is not None else (position_ids, 1)
-        if numbers is None:
+        if numbers is None or T < 2:
             return None
         if numbers.ndim != 2 or numbers.shape[1] != T or numbers.shape[0] not in (1, B):
             name = "seq_idx" if seq_idx is not None else "position_ids"

@@ -13,6 +13,7 @@ from .cache_kda_hybrid import KdaHybridCache
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .layers_mlp import RMSNorm
+from .ops_reference import wide
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -73,7 +74,9 @@ class MultiHeadLatentAttention(nn.Module):
         if context.absorbed and context.allowed is not None:
             mask = torch.zeros_like(context.allowed, dtype=q.dtype)
             mask = mask.masked_fill(~context.allowed, torch.finfo(q.dtype).min).unsqueeze(1)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = eager_attention  # as good as any for a few tokens, and it takes the mask that is at hand
+        if not context.absorbed:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         o, weights = attend(
             self,
             q,
@@ -103,7 +106,7 @@ class MultiHeadLatentAttention(nn.Module):
         scores = (q @ rows.transpose(1, 2)).mul_(self.scaling).unflatten(1, (self.heads, T))
         if allowed is not None:
             scores = scores.masked_fill(~allowed.unsqueeze(1), torch.finfo(scores.dtype).min)
-        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)  # [B, H, T, S]
+        weights = wide(scores).softmax(-1).to(q.dtype)  # [B, H, T, S]
         weights = F.dropout(weights, self.config.attention_dropout, self.training)
         read = weights.flatten(1, 2) @ rows[..., : self.latent]
         o = read.unflatten(1, (self.heads, T)) @ to_value.transpose(1, 2)  # [B, H, T, V]
@@ -124,5 +127,5 @@ def eager_attention(
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout, module.training)
+    weights = F.dropout(wide(scores).softmax(-1).to(query.dtype), dropout, module.training)
     return (weights @ value).transpose(1, 2), weights

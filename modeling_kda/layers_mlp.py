@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
 
 from .configuration_kda_hybrid import KdaHybridConfig
+from .ops_reference import wide
 
 
 class RMSNorm(nn.Module):
@@ -21,7 +22,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        return F.rms_norm(wide(x), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
 
 class GatedMLP(nn.Module):
@@ -55,7 +56,7 @@ class Router(nn.Module):
         """`[X, D]` to router logits `[X, E]`, and the chosen experts' weights and numbers, `[X, A]` each; float32."""
         config = self.config
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.weight.float())
+            logits = F.linear(wide(x), self.weight.to(wide(x).dtype))
         scores = logits.sigmoid()
         biased = scores + self.e_score_correction_bias.float()
         choice = biased

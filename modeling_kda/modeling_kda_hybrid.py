@@ -44,6 +44,7 @@ class KdaHybridDecoderLayer(GradientCheckpointingLayer):
         self, hidden_states: Tensor, context: ForwardContext, cache: KdaHybridCache | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`[B, T, D]` to the same, the attention weights (None for KDA) and the router logits (None if dense)."""
+        context = context.to(hidden_states.device)
         x, weights, logits = self.input_layernorm(hidden_states), None, None
         if self.linear:
             x = self.self_attn(x, context, cache)
@@ -131,19 +132,20 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
         super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
     def _apply(self, fn, *args: Any, **kwargs: Any):
-        before = self._float32_names()
+        before = self._rounded()
         result = super()._apply(fn, *args, **kwargs)
-        if lost := before - self._float32_names():
-            logger.warning(
-                f"{len(lost)} tensors that this model keeps in float32 were cast ({_listed(sorted(lost), 3)}): decays "
-                "and routing lose precision, and a saved checkpoint keeps the loss. To load in another dtype, use "
+        if self._rounded() - before:
+            logger.warning_once(
+                f"tensors that {self.config.model_type} keeps in float32 were cast ({', '.join(FLOAT32)}): decays and "
+                "routing lose precision, and a saved checkpoint keeps the loss. To load in another dtype, use "
                 "`from_pretrained(..., dtype=...)`, which leaves them alone."
             )
         return result
 
-    def _float32_names(self) -> set[str]:
+    def _rounded(self) -> set[str]:
+        """Names of those tensors that are in 16 bits."""
         tensors = [*self.named_parameters(), *self.named_buffers()]
-        return {name for name, x in tensors if name.endswith(FLOAT32) and x.dtype == torch.float32}
+        return {name for name, x in tensors if name.endswith(FLOAT32) and x.element_size() < 4}
 
 
 def _listed(names: list[str], most: int = 20) -> str:

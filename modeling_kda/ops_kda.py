@@ -8,7 +8,6 @@ object runs the call; an error while it runs is an error, never a reason to try 
 import contextlib
 import difflib
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ logger = logging.get_logger(__name__)
 
 BACKENDS = (ops_torch, ops_reference)  # in order of preference
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_choice: ContextVar[str] = ContextVar("kda_backend", default="auto")
+_choice = "auto"  # a plain global, which torch.compile can read
 
 
 def kda(call: KdaCall) -> tuple[Tensor, Tensor]:
@@ -50,16 +49,17 @@ def use_backend(name: str) -> Iterator[None]:
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
         raise ValueError(f"unknown KDA backend {name!r}; there are {names}. Did you mean {near!r}?")
-    token = _choice.set(name)
+    global _choice
+    _choice, before = name, _choice
     try:
         yield
     finally:
-        _choice.reset(token)
+        _choice = before
 
 
 def backend_report() -> str:
     """One line for each backend: whether it runs here, or why not. Calls may still be refused one by one."""
-    lines = [f"KDA backends, in order of preference (chosen: {_choice.get()})"]
+    lines = [f"KDA backends, in order of preference (chosen: {_choice})"]
     for backend in BACKENDS:
         reason = backend.why_not()
         lines.append(f"  {backend.NAME:<10} {'ready' if reason is None else 'not available: ' + reason}")
@@ -67,24 +67,30 @@ def backend_report() -> str:
 
 
 def _backend_for(call: KdaCall):
-    choice, reasons = _choice.get(), []
+    reasons = []
     for backend in BACKENDS:
-        if choice not in ("auto", backend.NAME):
+        if _choice not in ("auto", backend.NAME):
             continue
         reason = backend.why_not() or backend.refuses(call)
         if reason is None:
             return backend
         reasons.append(f"{backend.NAME}: {reason}")
-        if choice == "auto":
+        if _choice == "auto":
             logger.info_once(f"KDA backend {reasons[-1]}")
     raise RuntimeError("no KDA backend can run this call. " + "; ".join(reasons))
 
 
 def _check(call: KdaCall) -> None:
     """Raises ValueError if the tensors do not fit together: a kernel would read past their ends."""
+    for name in ("q", "v"):
+        if getattr(call, name).ndim != 4:
+            raise ValueError(
+                f"`{name}` has shape {tuple(getattr(call, name).shape)}; it must be [batch, tokens, heads, width]."
+            )
     B, T, H, K = call.q.shape
     V, N = call.v.shape[-1], call.num_documents
     wanted = {
+        "q": (B, T, H, K),
         "k": (B, T, H, K),
         "v": (B, T, H, V),
         "gate": (B, T, H, K),
@@ -106,7 +112,7 @@ def _check(call: KdaCall) -> None:
     if call.cu_seqlens is not None:
         if B != 1:
             raise ValueError(f"with `cu_seqlens` the batch has one row of packed tokens, got {B}.")
-        if call.cu_seqlens.device.type == "cpu":
+        if call.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             borders = call.cu_seqlens.tolist()
             if not borders or borders[0] != 0 or borders[-1] != T or borders != sorted(borders):
                 raise ValueError(f"`cu_seqlens` must go up from 0 to {T} (tokens), got {borders}.")

@@ -63,8 +63,9 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
 def _loop(call: KdaCall) -> tuple[Tensor, Tensor]:
     """Token by token. A token's products with k and q share one read of the state; what it adds is one write."""
     q, k, g, beta = operands(call)
-    fits = call.overwrite_state and call.state is not None and call.state.dtype == k.dtype
-    state = call.state if fits else call.initial_state(k.dtype)
+    state = call.state
+    if not call.overwrite_state or state is None or state.dtype != k.dtype or not state.is_contiguous():
+        state = call.initial_state(k.dtype)
     S = state.view(-1, *state.shape[2:])
     q, k, v, g, beta = (_by_head(x) for x in (q, k, wide(call.v), g, beta.unsqueeze(-1)))  # [B * H, T, width]
     decay, overlap = g.exp(), (k * q).sum(-1, keepdim=True)
@@ -198,18 +199,18 @@ class _Segment:
         d_scores = torch.stack(((do @ u.transpose(1, 2)).tril_(), dL * self.beta), 2)
         d_beta = (dz * error).sum(-1) + (dL * A).sum(-1)
 
-        d_qk = (pair.flatten(1, 2) @ before).unflatten(1, (C, 2)) * self.P.unsqueeze(-2)  # as later rows
-        d_k, d_end = torch.zeros_like(k), d_end * self.R  # as earlier rows: for later rows, and for later chunks
-        _scores_backward(d_scores, self.qk, self.decay, d_qk, d_k)
-        # g enters all of the above as x * exp(sum of g), and reaches the gradient as x * dx: x a q or k with every g
-        # up to its own row; an earlier row's k with every g between two rows (so x * dx appears at both ends); or a k
-        # with every g after its row. The last is summed apart: its nearest rows hardly decay and would drown others.
+        # Every sum below is over exactly those products that a token's decay is a factor of: where it is zero, so is
+        # its gradient, and nothing is left over from terms that should cancel.
         ones = k.new_ones(C, C)
-        dg = torch.triu(ones) @ ((self.qk * d_qk).sum(2) - k * d_k) + torch.tril(ones, -1) @ (k * d_end)
+        d_start = (pair.flatten(1, 2) @ before).unflatten(1, (C, 2))
+        d_qk = d_start * self.P.unsqueeze(-2)
+        d_k = d_end * self.R
+        dg = torch.triu(ones) @ (self.qk * d_qk).sum(2) + torch.tril(ones, -1) @ (k * d_k)
         dg += d_decay * self.P[:, -1:]
+        _scores_backward(d_scores, self.qk, self.decay, d_qk, d_k, dg)
         diagonal = d_scores[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)  # q_i . k_i: no decay in it
         dq = d_qk[:, :, 0] + diagonal * k
-        dk = d_qk[:, :, 1] + d_k + d_end + diagonal * self.qk[:, :, 0]
+        dk = d_qk[:, :, 1] + d_k + diagonal * self.qk[:, :, 0]
         heads = X // self.outside.shape[0]
         dq, dk, dv, dg, d_beta = (_by_token(x, heads) for x in (dq, dk, -pair[:, :, 1], dg, d_beta))
         return dq, dk, dv, dg.masked_fill(self.outside.unsqueeze(-1), 0), d_beta.masked_fill(self.outside, 0)
@@ -266,8 +267,8 @@ def _double(P: Tensor, R: Tensor, h: int) -> None:
     P_second *= P_first[:, :, -1:]
 
 
-def _scores_backward(d_scores: Tensor, qk: Tensor, decay: Tensor, d_qk: Tensor, d_k: Tensor) -> None:
-    """Adds the gradients through `_scores`, without its diagonal: later rows' to `d_qk`, earlier rows' to `d_k`."""
+def _scores_backward(d_scores: Tensor, qk: Tensor, decay: Tensor, d_qk: Tensor, d_k: Tensor, dg: Tensor) -> None:
+    """Adds the gradients through `_scores` but for its diagonal: of later q and k, of earlier k, of g."""
     P, R, h = decay.clone(), torch.ones_like(decay), 1
     while h < decay.shape[1]:
         left, right = _sides(qk, P, R, h)
@@ -275,6 +276,11 @@ def _scores_backward(d_scores: Tensor, qk: Tensor, decay: Tensor, d_qk: Tensor, 
         d_left, d_right = block @ right, block.transpose(-1, -2) @ left
         _halves(d_qk, h)[1].addcmul_(d_left.unflatten(2, (h, 2)), _halves(P, h)[1].unsqueeze(-2))
         _halves(d_k, h)[0].addcmul_(d_right, _halves(R, h)[0])
+        dg_first, dg_second = _halves(dg, h)
+        ones = dg.new_ones(h, h)
+        dg_second += torch.triu(ones) @ (left * d_left).unflatten(2, (h, 2)).sum(3)
+        if h > 1:  # a single earlier row has no decay after it in its half
+            dg_first += torch.tril(ones, -1) @ (right * d_right)
         _double(P, R, h)
         h *= 2
 
