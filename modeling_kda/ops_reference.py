@@ -106,7 +106,7 @@ def short_convolution(x: Tensor, weight: Tensor) -> Tensor:
     taps = wide(weight).unbind(1)
     y = wide(x[:, :length]) * taps[0]
     for i, tap in enumerate(taps[1:], start=1):
-        y = torch.addcmul(y, wide(x[:, i : i + length]), tap)
+        y.addcmul_(wide(x[:, i : i + length]), tap)
     return F.silu(y).to(x.dtype)
 
 
