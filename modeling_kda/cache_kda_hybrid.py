@@ -16,6 +16,18 @@ from transformers.cache_utils import Cache
 from .configuration_kda_hybrid import KdaHybridConfig
 
 
+# What a cache and the model that reads it must agree on.
+FINGERPRINT = (
+    "layer_types",
+    "linear_num_heads",
+    "linear_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+)
+
+
 class _LayerMemory:
     """What one layer keeps: some tensors with the batch first, and how many tokens went into them (pads included)."""
 
@@ -114,6 +126,21 @@ class KdaHybridCache(Cache):
     def __init__(self, config: KdaHybridConfig):
         kinds = {"linear_attention": RecurrentMemory, "full_attention": LatentMemory}
         super().__init__(layers=[kinds[kind]() for kind in config.layer_types])
+        self.fingerprint = {name: getattr(config, name) for name in FINGERPRINT}
+
+    def check(self, config: KdaHybridConfig, rows: int) -> None:
+        """Raises ValueError if this is the memory of another kind of model, or of another number of rows."""
+        for name, value in self.fingerprint.items():
+            if getattr(config, name) != value:
+                raise ValueError(
+                    f"`cache` was made for another model: its `{name}` is {value!r}, the model's "
+                    f"{getattr(config, name)!r}. Make one with `KdaHybridCache(model.config)`."
+                )
+        if self.batch_size not in (-1, rows):
+            raise ValueError(
+                f"`cache` remembers {self.batch_size} rows, the input has {rows}. Rows can be repeated by "
+                "`batch_repeat_interleave` and picked by `batch_select_indices`."
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, pads included."""

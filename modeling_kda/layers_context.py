@@ -189,6 +189,8 @@ def _two_dimensional(mask: Tensor | None, B: int, T: int, past: int) -> Tensor |
                 "this 4-dimensional `attention_mask` is more than causality and padding, which is all that "
                 "linear-attention layers can honour. For packed documents pass `cu_seq_lens_q` or `position_ids`."
             )
+    if mask.is_floating_point() and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("a 2-dimensional `attention_mask` holds 1 for real tokens and 0 for pads, nothing else.")
     mask = mask.bool()
     return None if mask.all() else mask
 

@@ -46,18 +46,19 @@ class KimiDeltaAttention(nn.Module):
     def __init__(self, config: KdaHybridConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.key_width, self.value_width = config.linear_head_dim, config.linear_value_head_dim
+        self.keys = (config.linear_num_heads, config.linear_head_dim)
+        self.values = (config.linear_num_heads, config.linear_value_head_dim)
         self.lower_bound = config.linear_gate_lower_bound
         hidden, heads = config.hidden_size, config.linear_num_heads
-        keys, values = heads * self.key_width, heads * self.value_width
+        keys, values = heads * config.linear_head_dim, heads * config.linear_value_head_dim
         self.q_proj = nn.Linear(hidden, keys, bias=False)
         self.k_proj = nn.Linear(hidden, keys, bias=False)
         self.v_proj = nn.Linear(hidden, values, bias=False)
         self.q_conv1d = ShortConvolution(keys, config.linear_conv_kernel_dim)
         self.k_conv1d = ShortConvolution(keys, config.linear_conv_kernel_dim)
         self.v_conv1d = ShortConvolution(values, config.linear_conv_kernel_dim)
-        self.f_a_proj = nn.Linear(hidden, self.key_width, bias=False)
-        self.f_b_proj = nn.Linear(self.key_width, keys, bias=False)
+        self.f_a_proj = nn.Linear(hidden, config.linear_head_dim, bias=False)
+        self.f_b_proj = nn.Linear(config.linear_head_dim, keys, bias=False)
         self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.zeros(keys, dtype=torch.float32))
         self.b_proj = nn.Linear(hidden, heads, bias=False)
@@ -67,7 +68,7 @@ class KimiDeltaAttention(nn.Module):
             self.g_a_proj = nn.Linear(hidden, config.linear_output_gate_rank, bias=False)
             self.g_b_proj = nn.Linear(config.linear_output_gate_rank, values, bias=False)
         self.full_rank_gate = config.linear_output_gate_rank is None
-        self.o_norm = GatedRMSNorm(self.value_width, config.rms_norm_eps)
+        self.o_norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, cache: KdaHybridCache | None) -> Tensor:
@@ -80,10 +81,10 @@ class KimiDeltaAttention(nn.Module):
         q, k, v = (context.without_windows(y) for y in (self.q_conv1d(q), self.k_conv1d(k), self.v_conv1d(v)))
         o, state = kda(
             KdaCall(
-                q=q.unflatten(-1, (-1, self.key_width)),  # [B, T, H, K]
-                k=k.unflatten(-1, (-1, self.key_width)),
-                v=v.unflatten(-1, (-1, self.value_width)),  # [B, T, H, V]
-                gate=self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (-1, self.key_width)),
+                q=q.unflatten(-1, self.keys),  # [B, T, H, K]
+                k=k.unflatten(-1, self.keys),
+                v=v.unflatten(-1, self.values),  # [B, T, H, V]
+                gate=self.f_b_proj(self.f_a_proj(x)).unflatten(-1, self.keys),
                 beta=self.b_proj(x),
                 A_log=self.A_log,
                 dt_bias=self.dt_bias,
@@ -96,5 +97,5 @@ class KimiDeltaAttention(nn.Module):
         if memory is not None:
             memory.update(state, window, hidden_states.shape[1])
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        o = self.o_norm(o, gate.unflatten(-1, (-1, self.value_width))).flatten(-2)  # [B, T, H * V]
+        o = self.o_norm(o, gate.unflatten(-1, self.values)).flatten(-2)  # [B, T, H * V]
         return context.unpack(self.o_proj(o))

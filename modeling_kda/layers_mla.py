@@ -48,7 +48,7 @@ class MultiHeadLatentAttention(nn.Module):
             q = self.q_proj(hidden_states)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        q = q.unflatten(-1, (self.heads, -1))  # [B, T, H, N + P]
+        q = q.unflatten(-1, (self.heads, self.nope + self.shared))  # [B, T, H, N + P]
         latent, shared = self.kv_a_proj_with_mqa(hidden_states).split([self.latent, self.shared], -1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], -1)
         if cache is not None:
@@ -65,7 +65,11 @@ class MultiHeadLatentAttention(nn.Module):
     def _expanded(self, q: Tensor, rows: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Keys and values of every head, and the attention function in use."""
         latent, shared = rows.split([self.latent, self.shared], -1)
-        k, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([self.nope, self.value], -1)
+        k, v = (
+            self.kv_b_proj(latent)
+            .unflatten(-1, (self.heads, self.nope + self.value))
+            .split([self.nope, self.value], -1)
+        )
         k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, self.heads, -1)], -1)  # [B, S, H, N + P]
         # Of unequal widths, the attention kernels take a slow path or none: the narrower are padded with zeros.
         width = max(self.nope + self.shared, self.value)
@@ -74,8 +78,8 @@ class MultiHeadLatentAttention(nn.Module):
         if context.absorbed and context.allowed is not None:
             mask = torch.zeros_like(context.allowed, dtype=q.dtype)
             mask = mask.masked_fill(~context.allowed, torch.finfo(q.dtype).min).unsqueeze(1)
-        attend = eager_attention  # as good as any for a few tokens, and it takes the mask that is at hand
-        if not context.absorbed:
+        attend = eager_attention  # as good as any for a few tokens or none, and it takes the mask that is at hand
+        if not context.absorbed and q.numel():
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         o, weights = attend(
             self,

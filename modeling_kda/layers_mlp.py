@@ -3,6 +3,8 @@
 Legend: X tokens of all rows, D hidden size, I width of an expert, E experts, A experts a token uses.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -86,15 +88,20 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`experts_implementation="eager"`: expert by expert. `[X, D]`, `[X, A]`, `[X, A]` to `[X, D]`."""
-        total = torch.zeros_like(hidden_states, dtype=torch.float32)
+        total = torch.zeros_like(wide(hidden_states))
         for number in top_k_index.unique().tolist():
             if number >= self.num_experts:  # a slot that another device serves
                 continue
             token, slot = (top_k_index == number).nonzero(as_tuple=True)
             gate, up = F.linear(hidden_states[token], self.gate_up_proj[number]).chunk(2, -1)
             out = F.linear(self.act_fn(gate) * up, self.down_proj[number])
-            total.index_add_(0, token, out.float() * top_k_weights[token, slot, None])
+            total.index_add_(0, token, wide(out) * top_k_weights[token, slot, None])
         return total.to(hidden_states.dtype)
+
+    def groupable(self) -> bool:
+        """Whether torch's grouped products take these weights: rows of whole 16 bytes, no float64."""
+        weights = (self.gate_up_proj, self.down_proj)
+        return all(x.dtype != torch.float64 and x.shape[-1] * x.element_size() % 16 == 0 for x in weights)
 
 
 class SparseMLP(nn.Module):
@@ -102,6 +109,7 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: KdaHybridConfig):
         super().__init__()
+        self.config = config
         self.gate = Router(config)
         self.experts = Experts(config)
         self.shared_experts = (
@@ -114,5 +122,8 @@ class SparseMLP(nn.Module):
         """`[B, T, D]` to the same, and the router logits `[B * T, E]`."""
         flat = x.flatten(0, 1)
         logits, weights, experts = self.gate(flat)
-        y = self.experts(flat, experts, weights).view_as(x)
+        run = self.experts
+        if self.config._experts_implementation == "grouped_mm" and not self.experts.groupable():
+            run = partial(Experts.forward.__wrapped__, self.experts)
+        y = run(flat, experts, weights).view_as(x)
         return (y if self.shared_experts is None else y + self.shared_experts(x)), logits

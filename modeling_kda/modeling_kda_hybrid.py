@@ -4,9 +4,11 @@ Legend: B batch, T tokens, D hidden size.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
@@ -110,16 +112,25 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
         """As in transformers, for our checkpoints, released Kimi-Linear ones and transformers' `kimi_linear` ones.
 
         Raises:
-            ValueError: a parameter that no tensor of the checkpoint fills, or a tensor that nothing takes. A head that
-                the checkpoint does not have (`score`), or that this class does not have (`lm_head`), is no error.
+            ValueError: a parameter that no tensor of the checkpoint fills, a tensor that nothing takes or that has
+                another shape, a file that is cut off. A head that the checkpoint does not have (`score`), or that this
+                class does not have (`lm_head`), is no error.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        try:
+            model, info = super().from_pretrained(
+                *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise ValueError(f"{_damaged(args[0]) or args[0]}: not a whole safetensors file ({error}).") from error
         missing = sorted(key for key in info["missing_keys"] if not key.startswith("score."))
         extra = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "score.")))
-        if missing or extra:
+        shapes = [] if mismatch else [f"{key} {tuple(a)} for {tuple(b)}" for key, a, b in info["mismatched_keys"]]
+        if missing or extra or shapes:
             raise ValueError(
                 f"the checkpoint does not fit {cls.__name__}. Parameters without a tensor ({len(missing)}): "
-                f"{_listed(missing)}. Tensors without a parameter ({len(extra)}): {_listed(extra)}."
+                f"{_listed(missing)}. Tensors without a parameter ({len(extra)}): {_listed(extra)}. Tensors of "
+                f"another shape ({len(shapes)}): {_listed(sorted(shapes))}."
             )
         return (model, info) if output_loading_info else model
 
@@ -131,21 +142,16 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
         """
         super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
-    def _apply(self, fn, *args: Any, **kwargs: Any):
-        before = self._rounded()
-        result = super()._apply(fn, *args, **kwargs)
-        if self._rounded() - before:
-            logger.warning_once(
-                f"tensors that {self.config.model_type} keeps in float32 were cast ({', '.join(FLOAT32)}): decays and "
-                "routing lose precision, and a saved checkpoint keeps the loss. To load in another dtype, use "
-                "`from_pretrained(..., dtype=...)`, which leaves them alone."
-            )
-        return result
 
-    def _rounded(self) -> set[str]:
-        """Names of those tensors that are in 16 bits."""
-        tensors = [*self.named_parameters(), *self.named_buffers()]
-        return {name for name, x in tensors if name.endswith(FLOAT32) and x.element_size() < 4}
+def _damaged(folder: Any) -> str:
+    """The safetensors files of a folder that cannot be opened."""
+    damaged = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            safe_open(path, framework="pt").keys()
+        except SafetensorError:
+            damaged.append(str(path))
+    return ", ".join(damaged)
 
 
 def _listed(names: list[str], most: int = 20) -> str:
@@ -206,6 +212,15 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         if inputs_embeds is None:
             _check_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
+        elif inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"`inputs_embeds` has shape {tuple(inputs_embeds.shape)}; it must be [rows, tokens, `hidden_size` = "
+                f"{self.config.hidden_size}]."
+            )
+        elif not inputs_embeds.is_floating_point():
+            raise ValueError(f"`inputs_embeds` is {inputs_embeds.dtype}; it must be of a floating-point type.")
+        if cache is not None:
+            cache.check(self.config, inputs_embeds.shape[0])
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if checkpointing and (cache is not None or use_cache):
             logger.warning_once(
@@ -242,6 +257,22 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         )
         return output if self._wants_dict(return_dict) else output.to_tuple()
 
+    def _apply(self, fn, *args: Any, **kwargs: Any):
+        before = self._rounded()
+        result = super()._apply(fn, *args, **kwargs)
+        if self._rounded() - before:
+            logger.warning(
+                f"tensors that {self.config.model_type} keeps in float32 were cast ({', '.join(FLOAT32)}): decays and "
+                "routing lose precision, and a saved checkpoint keeps the loss. To load in another dtype, use "
+                "`from_pretrained(..., dtype=...)`, which leaves them alone."
+            )
+        return result
+
+    def _rounded(self) -> set[str]:
+        """Names of those tensors that are in 16 bits."""
+        tensors = [*self.named_parameters(), *self.named_buffers()]
+        return {name for name, x in tensors if name.endswith(FLOAT32) and x.element_size() < 4}
+
     def _own_cache(self, cache: Any) -> KdaHybridCache | None:
         if cache is None or isinstance(cache, KdaHybridCache):
             return cache
@@ -258,7 +289,11 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
 
 
 def _check_ids(ids: Tensor, size: int) -> None:
-    """On the CPU, where a look costs nothing; on a GPU the embedding itself stops the program."""
+    """Values on the CPU only, where a look costs nothing; on a GPU the embedding itself stops the program."""
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"`input_ids` must be int64 or int32 of shape [rows, tokens], got {ids.dtype} of shape {tuple(ids.shape)}."
+        )
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
         return
     low, high = ids.aminmax()
@@ -313,10 +348,15 @@ class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         hidden_states = outputs.last_hidden_state
-        if not isinstance(kept, int):
-            hidden_states = hidden_states[:, kept]
+        if isinstance(logits_to_keep, int):
+            if logits_to_keep < 0:
+                raise ValueError(
+                    f"`logits_to_keep` must be 0 (all tokens), a number or an index, got {logits_to_keep}."
+                )
+            hidden_states = hidden_states[:, -logits_to_keep:]  # -0: all
+        else:
+            hidden_states = hidden_states[:, logits_to_keep]
         logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from . import ops_reference, ops_torch
+# As names of the modules: exported model code cannot say `from . import ops_torch`.
+from .ops_reference import BACKEND as ops_reference
 from .ops_reference import KdaCall
+from .ops_torch import BACKEND as ops_torch
 
 
 logger = logging.get_logger(__name__)

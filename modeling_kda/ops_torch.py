@@ -19,6 +19,7 @@ Legend: B batch, T tokens, H heads, K key width, V value width, C chunk, N docum
 An axis "2" holds q and k, or what belongs to each.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -66,7 +67,8 @@ def _loop(call: KdaCall) -> tuple[Tensor, Tensor]:
     state = call.state
     if not call.overwrite_state or state is None or state.dtype != k.dtype or not state.is_contiguous():
         state = call.initial_state(k.dtype)
-    S = state.view(-1, *state.shape[2:])
+    B, H = state.shape[:2]
+    S = state.flatten(0, 1)  # [B * H, V, K], the memory of `state`
     q, k, v, g, beta = (_by_head(x) for x in (q, k, wide(call.v), g, beta.unsqueeze(-1)))  # [B * H, T, width]
     decay, overlap = g.exp(), (k * q).sum(-1, keepdim=True)
     kq = torch.stack((k, q), -1)  # [B * H, T, K, 2]
@@ -77,7 +79,7 @@ def _loop(call: KdaCall) -> tuple[Tensor, Tensor]:
         u = (v[:, t] - held) * beta[:, t]
         S.baddbmm_(u.unsqueeze(2), k[:, t : t + 1])
         torch.addcmul(read, u, overlap[:, t], out=o[:, t])
-    return _by_token(o, call.v.shape[2]).to(call.v.dtype), state
+    return o.unflatten(0, (B, H)).transpose(1, 2).to(call.v.dtype), state
 
 
 @dataclass(frozen=True)
@@ -456,3 +458,6 @@ def _backward(ctx, do, d_final, _):
 
 
 _chunked.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+BACKEND = sys.modules[__name__]

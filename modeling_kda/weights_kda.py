@@ -28,6 +28,21 @@ class HeadRates(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
+        return ReleasedHeadRates()
+
+
+class ReleasedHeadRates(ConversionOps):
+    """The way back."""
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Tensor]:
+        (tensor,) = (x[0] if isinstance(x, list) else x for x in input_dict.values())
+        return {target_patterns[0]: tensor.view(1, 1, -1, 1)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
         return HeadRates()
 
 
