@@ -81,12 +81,31 @@ class ForwardContext:
         if self.absorbed:
             self.allowed = _allowed(mask, T, past, embeds.device)
         elif self.packed:
-            self.attention_kwargs["position_ids"] = positions = _positions(begins, real)
-            self.attention_mask = create_causal_mask(config, embeds, None, None, positions)
-            flash = "flash" in config._attn_implementation  # which reads the positions
-            assert flash or self.attention_mask is not None, "the attention mask lost the documents' borders"
+            self._pack_attention(config, embeds, begins, real)
         else:
             self.attention_mask = create_causal_mask(config, embeds, mask, cache)
+
+    def _pack_attention(self, config: KdaHybridConfig, embeds: Tensor, begins: Tensor, real: Tensor | None) -> None:
+        """Lets tokens see no other document, and no pad."""
+        flash = "flash" in config._attn_implementation
+        if real is None:
+            index = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
+            positions = index - torch.where(begins, index, 0).cummax(1).values  # they start again with each document
+            self.attention_kwargs["position_ids"] = positions  # flash reads the borders from them
+            self.attention_mask = create_causal_mask(config, embeds, None, None, positions)
+            assert flash or self.attention_mask is not None, "the attention mask lost the documents' borders"
+        elif flash:
+            raise ValueError(
+                f"`attn_implementation` {config._attn_implementation!r} cannot honour pads among packed documents. Leave "
+                "the pads out, or load the model with `attn_implementation='sdpa'`."
+            )
+        else:
+            number = begins.cumsum(1).masked_fill(~real, -1)
+
+            def same_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return number[row, query] == number[row, key]
+
+            self.attention_mask = create_causal_mask(config, embeds, None, None, and_mask_function=same_document)
 
     def _lay_out(self, begins: Tensor | None, real: Tensor | None, device: torch.device) -> None:
         """Indices that bring the real tokens together, and the convolution's windows before each document."""
@@ -182,7 +201,7 @@ def _two_dimensional(mask: Tensor | None, B: int, T: int, past: int) -> Tensor |
         seen = f"{past} cached and {T} new tokens" if past else f"{T} tokens"
         raise ValueError(f"`attention_mask` has shape {tuple(mask.shape)}; {B} rows of {seen} need {wanted}.")
     if mask.ndim == 4:
-        allowed = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]  # additive masks are 0 or very negative
+        allowed = (mask >= 0 if mask.is_floating_point() else mask.bool())[:, 0]  # of floats: 0 or very negative
         mask = allowed[:, -1]
         if not torch.equal(allowed, _causal(T, past, mask.device) & mask.unsqueeze(1)):
             raise ValueError(
@@ -235,9 +254,15 @@ def _document_begins(
         if numbers.ndim != 2 or numbers.shape[1] != T or numbers.shape[0] not in (1, B):
             name = "seq_idx" if seq_idx is not None else "position_ids"
             raise ValueError(f"`{name}` has shape {tuple(numbers.shape)}; {B} rows of {T} tokens need {(B, T)}.")
-        inner = F.pad(numbers.diff(dim=1) != step, (1, 0)).expand(B, T)
-    if real is not None:  # A step from or to a pad says nothing.
-        inner = inner & real & F.pad(real[:, :-1], (1, 0))
+        numbers = numbers.expand(B, T)
+        if real is None:
+            inner = F.pad(numbers.diff(dim=1) != step, (1, 0))
+        else:  # Compare with the real token before; positions need not go on by one across pads, but they go on.
+            index = torch.arange(T, device=real.device)
+            before = F.pad(torch.where(real, index, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+            change = numbers - numbers.gather(1, before.clamp(min=0))
+            goes_on = (change == step) | ((before < index - 1) & (step > 0) & (change > 0))
+            inner = real & (before >= 0) & ~goes_on
     if not inner[:, 1:].any():
         return None
     first = torch.zeros_like(inner)
@@ -246,10 +271,3 @@ def _document_begins(
             1, (torch.zeros_like(inner[:, :1]).long() if real is None else real.long().argmax(1, True)), True
         )
     return inner | (first if real is None else first & real)
-
-
-def _positions(begins: Tensor, real: Tensor | None) -> Tensor:
-    """`[B, T]` positions that start again with each document, and at each pad: so pads see nothing but themselves."""
-    borders = begins if real is None else begins | ~real
-    index = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
-    return index - torch.where(borders, index, 0).cummax(1).values
