@@ -162,7 +162,8 @@ class KdaHybridCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        return [isinstance(layer, RecurrentMemory) for layer in self.layers]
+        """False: transformers asks which layers do not know how many tokens they have seen."""
+        return [False] * len(self.layers)
 
     @property
     def batch_size(self) -> int:

@@ -96,8 +96,8 @@ class ForwardContext:
             assert flash or self.attention_mask is not None, "the attention mask lost the documents' borders"
         elif flash:
             raise ValueError(
-                f"`attn_implementation` {config._attn_implementation!r} cannot honour pads among packed documents. Leave "
-                "the pads out, or load the model with `attn_implementation='sdpa'`."
+                f"`attn_implementation` {config._attn_implementation!r} cannot honour pads among packed documents. "
+                "Leave the pads out, or load the model with `attn_implementation='sdpa'`."
             )
         else:
             number = begins.cumsum(1).masked_fill(~real, -1)

@@ -3,8 +3,6 @@
 Legend: X tokens of all rows, D hidden size, I width of an expert, E experts, A experts a token uses.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -98,10 +96,21 @@ class Experts(nn.Module):
             total.index_add_(0, token, wide(out) * top_k_weights[token, slot, None])
         return total.to(hidden_states.dtype)
 
-    def groupable(self) -> bool:
-        """Whether torch's grouped products take these weights: rows of whole 16 bytes, no float64."""
-        weights = (self.gate_up_proj, self.down_proj)
-        return all(x.dtype != torch.float64 and x.shape[-1] * x.element_size() % 16 == 0 for x in weights)
+    # transformers reads `self.config._experts_implementation` at every call; this is its way to the next property.
+    @property
+    def config(self) -> "Experts":
+        return self
+
+    @config.setter
+    def config(self, config: KdaHybridConfig) -> None:
+        self._model_config = config
+
+    @property
+    def _experts_implementation(self) -> str:
+        """The config's, but for weights that torch's grouped products refuse: float64, or rows of odd bytes."""
+        name, weights = self._model_config._experts_implementation, (self.gate_up_proj, self.down_proj)
+        fits = all(x.dtype != torch.float64 and x.shape[-1] * x.element_size() % 16 == 0 for x in weights)
+        return name if fits or name != "grouped_mm" else "eager"
 
 
 class SparseMLP(nn.Module):
@@ -109,7 +118,6 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: KdaHybridConfig):
         super().__init__()
-        self.config = config
         self.gate = Router(config)
         self.experts = Experts(config)
         self.shared_experts = (
@@ -122,8 +130,5 @@ class SparseMLP(nn.Module):
         """`[B, T, D]` to the same, and the router logits `[B * T, E]`."""
         flat = x.flatten(0, 1)
         logits, weights, experts = self.gate(flat)
-        run = self.experts
-        if self.config._experts_implementation == "grouped_mm" and not self.experts.groupable():
-            run = partial(Experts.forward.__wrapped__, self.experts)
-        y = run(flat, experts, weights).view_as(x)
+        y = self.experts(flat, experts, weights).view_as(x)
         return (y if self.shared_experts is None else y + self.shared_experts(x)), logits

@@ -222,9 +222,14 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         if cache is not None:
             cache.check(self.config, inputs_embeds.shape[0])
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpointing and cache is not None and cache.get_seq_length():
+            raise ValueError(
+                "gradient checkpointing recomputes layers, which a cache cannot follow, and this `cache` holds tokens. "
+                "Leave it out, or call `gradient_checkpointing_disable()`."
+            )
         if checkpointing and (cache is not None or use_cache):
             logger.warning_once(
-                "gradient checkpointing recomputes layers, which a cache cannot follow: no cache is used."
+                "gradient checkpointing recomputes layers, which no cache can follow: none is used."
             )
             cache, use_cache = None, False
         context = ForwardContext(
@@ -370,6 +375,33 @@ class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
             **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
         return output if self.model._wants_dict(return_dict) else output.to_tuple()
+
+    def generate(
+        self,
+        *args: Any,
+        cache: KdaHybridCache | None = None,
+        past_key_values: KdaHybridCache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers. `cache` and `past_key_values` are two names of one argument, in every version.
+
+        Raises:
+            ValueError: both names were given, or a prompt with no token that the cache has not seen.
+        """
+        cache = one_cache(cache, past_key_values)
+        if cache is not None:
+            kwargs[CACHE_NAME] = cache
+            ids, mask = (
+                args[0] if args else kwargs.get("input_ids", kwargs.get("inputs")),
+                kwargs.get("attention_mask"),
+            )
+            whole = ids is not None and (mask is None or mask.shape[1] == ids.shape[1])
+            if whole and 0 < ids.shape[1] <= cache.get_seq_length():
+                raise ValueError(
+                    f"the prompt has {ids.shape[1]} tokens, and `cache` holds {cache.get_seq_length()}: pass all "
+                    "tokens so far and at least one new one, or only new ones with an `attention_mask` for all."
+                )
+        return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

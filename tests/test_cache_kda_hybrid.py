@@ -45,7 +45,7 @@ def test_cache_is_one_of_transformers():
         {"linear_attention": RecurrentMemory, "full_attention": LatentMemory}[kind]
         for kind in tiny_config().layer_types
     ]
-    assert cache.is_linear == [True, True, False, True]
+    assert not any(cache.is_linear), "transformers would take it for a cache that has no length"
 
 
 def test_cache_is_empty_at_first(model):

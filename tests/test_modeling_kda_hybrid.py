@@ -1,0 +1,702 @@
+"""The whole model's forward: golden numbers, pads, packed documents, calls in pieces, and what comes out."""
+
+import copy
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers import assert_close, golden, golden_tensors, tiny_config, tiny_model, token_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from modeling_kda import KdaHybridCache, KdaHybridForCausalLM, KdaHybridForSequenceClassification, use_backend
+from modeling_kda.compat_transformers import CACHE_NAME
+
+
+GOLDEN_MODELS = ["kimi_linear_original_tiny", "hf_kimi_linear_tiny"]
+GOLDEN_LOGITS = 5e-4  # absolute; the makers of the golden data, in float32, are up to 1.4e-4 from float64
+GRADIENTS = 1e-4  # relative to a tensor's maximum
+ALIGNED = {"hidden_size": 64, "moe_intermediate_size": 40}  # what grouped products of 16-bit experts need
+BACKENDS = ["torch", "reference"]
+
+
+@functools.cache
+def shared_model() -> KdaHybridForCausalLM:
+    """Never changed. Tests with `given` call it; the others take the fixture."""
+    return tiny_model()
+
+
+@pytest.fixture
+def model() -> KdaHybridForCausalLM:
+    return shared_model()
+
+
+@pytest.fixture(scope="module", params=GOLDEN_MODELS)
+def golden_model(request) -> tuple[KdaHybridForCausalLM, dict[str, torch.Tensor], str]:
+    folder = golden(request.param)
+    loaded = KdaHybridForCausalLM.from_pretrained(folder).eval()
+    return loaded, golden_tensors(request.param, "expected.safetensors"), request.param
+
+
+@pytest.fixture(scope="module")
+def native():
+    """transformers' own implementation, on the golden weights."""
+    loaded = AutoModelForCausalLM.from_pretrained(golden("hf_kimi_linear_tiny"))
+    assert type(loaded).__name__ == "KimiLinearForCausalLM"
+    return loaded.eval()
+
+
+def truth(model: KdaHybridForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Logits in float64, token by token, expert by expert."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    with torch.no_grad(), use_backend("reference"):
+        return exact(ids).logits
+
+
+def padded(tokens: torch.Tensor, mask: list[int], junk: int = 7) -> torch.Tensor:
+    """`[1, len(mask)]`: `tokens` where the mask is 1, another token where it is 0."""
+    row = torch.full((1, len(mask)), junk)
+    row[0, torch.tensor(mask, dtype=torch.bool)] = tokens[0]
+    return row
+
+
+def mask_of(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def forward_in_pieces(model, ids, cuts, attention_mask=None) -> tuple[torch.Tensor, KdaHybridCache]:
+    """Logits of calls that end at `cuts`, on one cache."""
+    cache, logits = KdaHybridCache(model.config), []
+    with torch.no_grad():
+        for start, end in itertools.pairwise([0, *cuts, ids.shape[1]]):
+            mask = None if attention_mask is None else attention_mask[:, :end]
+            logits.append(model(ids[:, start:end], attention_mask=mask, cache=cache).logits)
+    return torch.cat(logits, 1), cache
+
+
+def gradients_in_native_names(model) -> dict[str, torch.Tensor]:
+    """Gradients by the names that transformers' own model has: convolutions joined, gates in a module of their own."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        prefix, last = name.rsplit("self_attn.", 1) if "self_attn." in name else ("", name)
+        gradient = parameter.grad
+        if last.startswith(("f_a_proj", "f_b_proj", "A_log", "dt_bias")):
+            gradient = gradient[None, None, :, None] if last == "A_log" else gradient
+            name = f"{prefix}self_attn.forget_gate.{last}"
+        elif last.startswith("q_conv1d"):
+            attention = model.get_submodule(f"{prefix}self_attn")
+            found[f"{prefix}self_attn.conv1d.weight"] = torch.cat(
+                [getattr(attention, f"{x}_conv1d").weight.grad for x in "qkv"]
+            )
+            continue
+        elif last.startswith(("k_conv1d", "v_conv1d")):
+            continue
+        found[name] = gradient
+    return found
+
+
+# Golden data
+
+
+@pytest.mark.parametrize("prefix", ["", "long_"])
+def test_forward_equals_golden_logits(golden_model, prefix):
+    model, want, _ = golden_model
+    with torch.no_grad():
+        logits = model(want[f"{prefix}input_ids"]).logits
+    assert_close(logits, want[f"{prefix}logits"], GOLDEN_LOGITS, name="logits")
+    assert_close(logits, want[f"{prefix}truth_logits"], GOLDEN_LOGITS, name="float64 logits")
+
+
+def test_forward_equals_golden_logits_at_real_tokens(golden_model):
+    model, want, _ = golden_model
+    mask = want["padded_attention_mask"]
+    with torch.no_grad():
+        logits = model(want["padded_input_ids"], attention_mask=mask).logits
+    real = mask.bool()
+    assert not real.all()
+    assert_close(logits[real], want["padded_logits"][real], GOLDEN_LOGITS)
+
+
+def test_backward_equals_golden_loss_and_gradients(golden_model):
+    model, want, name = golden_model
+    output = model(
+        want["padded_input_ids"], attention_mask=want["padded_attention_mask"], labels=want["labels"], use_cache=False
+    )
+    assert_close(output.loss[None], want["loss"], 1e-5, name="loss")
+    model.zero_grad()
+    output.loss.backward()
+    got = gradients_in_native_names(model)
+    for key, gradient in golden_tensors(name, "expected_grads.safetensors").items():
+        assert_close(got[key.removeprefix("grad.")], gradient, 0, GRADIENTS, key)
+
+
+def test_backward_equals_transformers_own_gradient_of_every_parameter(native):
+    ours = KdaHybridForCausalLM.from_pretrained(golden("hf_kimi_linear_tiny")).eval()
+    ids = token_ids(70, rows=2)  # crosses a chunk's border
+    for model in (ours, native):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    got = gradients_in_native_names(ours)
+    want = {name: x.grad for name, x in native.named_parameters()}
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        assert_close(got[name], gradient, 0, GRADIENTS, name)
+
+
+def test_forward_equals_reference_recurrence_in_float64(model):
+    ids = token_ids(130, rows=2)
+    with torch.no_grad():
+        assert_close(model(ids).logits, truth(model, ids))
+
+
+# Pads
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("junk", [0, 7])
+def test_forward_of_one_left_padded_row_ignores_pads(model, dtype, junk):
+    ids, mask = token_ids(11), [0] * 5 + [1] * 11
+    with torch.no_grad():
+        logits = model(padded(ids, mask, junk), attention_mask=mask_of(mask).to(dtype)).logits
+        assert_close(logits[:, 5:], model(ids).logits)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [0] * 4 + [1] * 9,
+        [1] * 9 + [0] * 4,
+        [0, 0] + [1] * 9 + [0, 0],
+        [1] * 4 + [0] * 4 + [1] * 5,
+        [0] + [1, 0] * 5 + [1] * 4 + [0] * 3,
+    ],
+    ids=["left", "right", "both", "middle", "scattered"],
+)
+def test_forward_with_pads_equals_rows_alone(model, attention, mask):
+    other = copy.deepcopy(model)
+    other.set_attn_implementation(attention)
+    ids, full = token_ids(9), token_ids(len(mask), seed=2)
+    batch = torch.cat([padded(ids, mask), full])
+    with torch.no_grad():
+        logits = other(batch, attention_mask=mask_of(mask, [1] * len(mask))).logits
+        assert_close(logits[:1, torch.tensor(mask).bool()], other(ids).logits, name="padded row")
+        assert_close(logits[1:], other(full).logits, name="full row")
+
+
+def test_forward_with_a_row_of_pads_only_is_finite_and_leaves_other_rows_alone(model):
+    ids = token_ids(9, rows=2)
+    mask = mask_of([0] * 9, [1] * 9)
+    logits, _ = forward_in_pieces(model, ids, [4], mask)
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask).logits
+        alone = model(ids[1:]).logits
+    assert whole.isfinite().all()
+    assert logits.isfinite().all()
+    assert_close(whole[1:], alone)
+    assert_close(logits[1:], alone)
+    leaf = copy.deepcopy(model)
+    leaf(ids, attention_mask=mask, use_cache=False).logits[1].sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaf.parameters())
+
+
+def test_forward_takes_a_causal_mask_of_4_dimensions(model):
+    mask = [0] * 3 + [1] * 8
+    ids = padded(token_ids(8), mask)
+    allowed = torch.ones(11, 11, dtype=torch.bool).tril() & mask_of(mask).bool()[:, None, None]
+    additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        want = model(token_ids(8)).logits
+        for four in (allowed, additive):
+            assert_close(model(ids, attention_mask=four).logits[:, 3:], want)
+
+
+@settings(deadline=None, derandomize=True, max_examples=30, database=None)
+@given(data=st.data())
+def test_forward_in_pieces_with_random_pads_equals_rows_alone(data):
+    model = shared_model()
+    length = data.draw(st.integers(1, 14), label="length")
+    rows = data.draw(st.integers(1, 3), label="rows")
+    bits = st.lists(st.integers(0, 1), min_size=length, max_size=length)
+    mask = mask_of(*data.draw(st.lists(bits, min_size=rows, max_size=rows), label="mask"))
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=3) if length > 1 else st.just(set())))
+    ids = token_ids(length, rows, seed=length)
+    logits, _ = forward_in_pieces(model, ids, cuts, mask)
+    assert logits.isfinite().all()
+    for row, real in enumerate(mask.bool()):
+        if real.any():
+            with torch.no_grad():
+                alone = model(ids[row : row + 1, real]).logits
+            assert_close(logits[row : row + 1, real], alone, name=f"row {row}, cuts {cuts}")
+
+
+# Calls in pieces
+
+
+@pytest.mark.parametrize(
+    ("length", "cuts"),
+    [
+        *((23, [cut]) for cut in (1, 2, 3, 4, 5, 10, 16, 22)),
+        (23, list(range(1, 23))),
+        (23, [1, 3, 4, 9, 10, 20]),
+        *((130, [cut]) for cut in (63, 64, 65, 127, 128, 129)),
+        (130, [31, 32, 33, 64, 97]),
+    ],
+    ids=lambda x: "-".join(map(str, x[:6])) if isinstance(x, list) else x,
+)
+def test_forward_in_pieces_equals_one_pass(model, length, cuts):
+    ids = token_ids(length, rows=2)
+    logits, cache = forward_in_pieces(model, ids, cuts)
+    with torch.no_grad():
+        assert_close(logits, model(ids, use_cache=False).logits)
+    assert cache.get_seq_length() == length
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 8, 9, 10, 15])
+def test_forward_in_pieces_with_left_pads_equals_rows_alone(model, cut):
+    short, long = token_ids(7), token_ids(16, seed=3)
+    mask = mask_of([0] * 9 + [1] * 7, [1] * 16)
+    ids = torch.cat([padded(short, mask[0].tolist()), long])
+    logits, _ = forward_in_pieces(model, ids, [cut], mask)
+    with torch.no_grad():
+        assert_close(logits[:1, 9:], model(short).logits, name="padded row")
+        assert_close(logits[1:], model(long).logits, name="full row")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([1] * 8, [0] * 6 + [1] * 4), ([1] * 8 + [0] * 6, [1] * 4), ([0, 0] + [1] * 8 + [0] * 3, [0] + [1] * 4 + [0])],
+    ids=["second turn left-padded", "first turn right-padded", "pads everywhere"],
+)
+def test_forward_of_a_second_turn_ignores_pads_of_either(model, first, second):
+    one, two, cache = token_ids(8), token_ids(4, seed=6), KdaHybridCache(model.config)
+    with torch.no_grad():
+        model(padded(one, first), attention_mask=mask_of(first), cache=cache)
+        got = model(padded(two, second), attention_mask=mask_of(first + second), cache=cache).logits
+        want = model(torch.cat([one, two], 1)).logits[:, -4:]
+    assert_close(got[:, torch.tensor(second).bool()], want)
+
+
+def test_forward_in_pieces_passes_gradients_through_the_cache(model):
+    ids, halves = token_ids(40), []
+    weights = torch.randn(17, 97, generator=torch.Generator().manual_seed(0))
+    for cuts in ([], [23]):
+        leaf = copy.deepcopy(model)
+        embeds = leaf.get_input_embeddings()(ids).detach().requires_grad_()
+        cache = KdaHybridCache(leaf.config)
+        for start, end in itertools.pairwise([0, *cuts, 40]):
+            logits = leaf(inputs_embeds=embeds[:, start:end], cache=cache).logits
+        (logits[:, -17:] * weights).sum().backward()
+        halves.append((embeds.grad, {name: x.grad for name, x in leaf.named_parameters() if x.grad is not None}))
+    (want, want_all), (got, got_all) = halves
+    assert want[:, :23].abs().max() > 0
+    assert_close(got[:, :23], want[:, :23], 0, GRADIENTS, "embeddings of the first half")
+    assert got_all.keys() == want_all.keys()
+    for name, gradient in want_all.items():
+        assert_close(got_all[name], gradient, 0, GRADIENTS, name)
+
+
+@pytest.mark.parametrize("value_width", [20, 12])
+@pytest.mark.parametrize("prefill", BACKENDS)
+@pytest.mark.parametrize("decode", BACKENDS)
+def test_forward_backends_hand_each_other_the_state(prefill, decode, value_width):
+    model, ids = tiny_model(linear_value_head_dim=value_width), token_ids(72, rows=2)
+    cache = KdaHybridCache(model.config)
+    with torch.no_grad():
+        with use_backend("reference"):
+            want = model(ids).logits[:, 70:]
+        with use_backend(prefill):
+            model(ids[:, :70], cache=cache)
+        with use_backend(decode):
+            got = [model(ids[:, t : t + 1], cache=cache).logits for t in (70, 71)]
+    assert_close(torch.cat(got, 1), want)
+    assert cache.layers[0].state.shape == (2, 3, value_width, 12)
+
+
+@pytest.mark.parametrize("pieces", [[512], [1] * 64, [100, 1, 30, 32, 33]], ids=["chunks", "steps", "mixed"])
+def test_state_decays_in_float32_in_a_bfloat16_model(pieces, tmp_path):
+    """Zero embeddings write nothing, so the first state only decays: by 0.9995 a token, which is 1 in bfloat16."""
+    source = tiny_model(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **ALIGNED)
+    layer = source.model.layers[0].self_attn
+    with torch.no_grad():
+        layer.A_log.copy_(torch.tensor([0.5, 0.1, -0.3]))
+        layer.dt_bias.copy_(torch.linspace(-7.7, -7.2, 36))
+    source.save_pretrained(tmp_path)
+    model = KdaHybridForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    cache = KdaHybridCache(model.config)
+    with torch.no_grad():
+        model(torch.cat([token_ids(5), torch.zeros(1, 3, dtype=torch.long)], 1), cache=cache)  # empties the window
+        start = cache.layers[0].state.double()
+        for piece in pieces:
+            model(torch.zeros(1, piece, dtype=torch.long), cache=cache)
+    rate = layer.A_log.double().exp()[:, None] * F.softplus(layer.dt_bias.double()).view(3, 12)
+    state = cache.layers[0].state
+    assert state.dtype == torch.float32
+    rounding = sum(pieces) * 2**-25  # each token's factor is rounded to float32, all the same way
+    assert_close(state, start * torch.exp(-sum(pieces) * rate)[None, :, None], 0, rounding + 1e-6)
+
+
+# Packed documents
+
+PACKINGS = ["position_ids", "position_ids and mask", "cu_seq_lens", "cu_seq_lens and position_ids", "seq_idx"]
+
+
+def packing(kind: str, lengths: list[int]) -> dict[str, torch.Tensor | int]:
+    """The arguments that say where one row's documents begin."""
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    borders = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    cu = {
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+    return {
+        "position_ids": {"position_ids": positions},
+        "position_ids and mask": {"position_ids": positions, "attention_mask": torch.ones_like(positions)},
+        "cu_seq_lens": cu,
+        "cu_seq_lens and position_ids": dict(position_ids=positions, **cu),
+        "seq_idx": {"seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]},
+    }[kind]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("lengths", [[9, 14], [1, 2, 3, 1, 5], [64, 65, 3]], ids=str)
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_forward_of_packed_documents_equals_each_alone(model, kind, lengths, attention):
+    other = copy.deepcopy(model)
+    other.set_attn_implementation(attention)
+    documents = [token_ids(n, seed=i) for i, n in enumerate(lengths)]
+    with torch.no_grad():
+        logits = other(torch.cat(documents, 1), use_cache=False, **packing(kind, lengths)).logits
+        for document, got in zip(documents, logits.split(lengths, 1)):
+            assert_close(got, other(document).logits)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_backward_of_packed_documents_does_not_cross_borders(model, kind, attention):
+    leaf = copy.deepcopy(model)
+    leaf.set_attn_implementation(attention)
+    embeds = leaf.get_input_embeddings()(token_ids(23)).detach().requires_grad_()
+    logits = leaf(inputs_embeds=embeds, use_cache=False, **packing(kind, [9, 14])).logits
+    logits[:, 9:].square().sum().backward()
+    assert embeds.grad[:, :9].abs().max() == 0
+    assert embeds.grad[:, 9:].abs().max() > 0
+
+
+def test_forward_of_packed_documents_in_padded_rows_equals_each_alone(model):
+    a, b, c = token_ids(5), token_ids(6, seed=2), token_ids(8, seed=3)
+    mask = mask_of([0, 0] + [1] * 11 + [0], [1] * 8 + [0] * 6)
+    positions = torch.tensor([[0, 0, *range(5), *range(6), 0], [*range(8), *[0] * 6]])
+    ids = torch.cat([padded(torch.cat([a, b], 1), mask[0].tolist()), padded(c, mask[1].tolist())])
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        assert_close(logits[:1, 2:7], model(a).logits)
+        assert_close(logits[:1, 7:13], model(b).logits)
+        assert_close(logits[1:, :8], model(c).logits)
+
+
+@settings(deadline=None, derandomize=True, max_examples=15, database=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=5), kind=st.sampled_from(PACKINGS))
+def test_forward_of_random_packs_equals_each_document_alone(lengths, kind):
+    model = shared_model()
+    documents = [token_ids(n, seed=i) for i, n in enumerate(lengths)]
+    with torch.no_grad():
+        logits = model(torch.cat(documents, 1), use_cache=False, **packing(kind, lengths)).logits
+        for document, got in zip(documents, logits.split(lengths, 1)):
+            assert_close(got, model(document).logits)
+
+
+@pytest.mark.parametrize("shift", [0, 5])
+def test_forward_positions_that_only_go_up_change_nothing(model, shift):
+    ids = token_ids(12, rows=2)
+    with torch.no_grad():
+        logits = model(ids, position_ids=torch.arange(shift, shift + 12).expand(2, -1)).logits
+        assert_close(logits, model(ids).logits, 0)
+
+
+# Attention implementations
+
+
+@pytest.mark.parametrize("v_head_dim", [18, 24, 30])
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_forward_attention_implementations_agree(attention, v_head_dim):
+    eager, other = (tiny_model(v_head_dim=v_head_dim) for _ in range(2))
+    eager.set_attn_implementation("eager")
+    other.set_attn_implementation(attention)
+    mask = mask_of([0] * 5 + [1] * 7, [1] * 12)
+    ids = token_ids(12, rows=2)
+    pack = {"position_ids": torch.tensor([[*range(5), *range(7)]] * 2), "use_cache": False}
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiling flex attention takes minutes
+        real = mask.bool()
+        assert_close(other(ids, attention_mask=mask).logits[real], eager(ids, attention_mask=mask).logits[real], 2e-5)
+        assert_close(other(ids, **pack).logits, eager(ids, **pack).logits, 2e-5, name="packed")
+        caches = [forward_in_pieces(m, token_ids(50, rows=2), [3, 44, 45])[0] for m in (other, eager)]
+        assert_close(*caches, 2e-5, name="cached")
+
+
+# What comes out
+
+
+def test_forward_returns_one_entry_a_layer(model):
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    ids = token_ids(6, rows=2)
+    with torch.no_grad():
+        out = other(ids, output_hidden_states=True, output_attentions=True, output_router_logits=True)
+        embeds = other.get_input_embeddings()(ids)
+        last = other.model(ids).last_hidden_state
+    assert [x is None for x in out.attentions] == [kind == "linear_attention" for kind in model.config.layer_types]
+    weights = out.attentions[2]
+    assert weights.shape == (2, 4, 6, 6)
+    assert_close(weights.sum(-1), torch.ones(2, 4, 6), 1e-5)
+    assert len(out.hidden_states) == 5
+    assert_close(out.hidden_states[0], embeds, 0)
+    assert_close(out.hidden_states[-1], last, 0)
+    assert [tuple(x.shape) for x in out.router_logits] == [(12, 8)] * 3
+
+
+def test_forward_reads_what_to_return_from_the_config():
+    model = tiny_model(output_hidden_states=True)
+    assert len(model(token_ids(4)).hidden_states) == 5
+    assert model(token_ids(4), output_hidden_states=False).hidden_states is None
+
+
+@pytest.mark.parametrize("keep", [1, 3, torch.tensor([0, 4]), torch.tensor([5])], ids=str)
+def test_forward_logits_to_keep_picks_tokens(model, keep):
+    ids = token_ids(6, rows=2)
+    with torch.no_grad():
+        got, want = model(ids, logits_to_keep=keep).logits, model(ids).logits
+    assert_close(got, want[:, -keep:] if isinstance(keep, int) else want[:, keep], 1e-5)
+
+
+def test_forward_return_dict_false_gives_a_tuple(model):
+    ids = token_ids(5)
+    with torch.no_grad():
+        loss, logits, *rest = model(ids, labels=ids, return_dict=False)
+        assert_close(logits, model(ids).logits, 0)
+        hidden, *_ = model.model(ids, return_dict=False, use_cache=False)
+        assert_close(hidden, model.model(ids).last_hidden_state, 0)
+    assert loss.ndim == 0
+    assert len(rest) == 1
+    assert rest[0].get_seq_length() == 5
+
+
+@pytest.mark.parametrize("use_cache", [True, False, None])
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_returns_a_cache_if_wanted(use_cache, training):
+    model = tiny_model().train(training)
+    cache = getattr(model(token_ids(4), use_cache=use_cache), CACHE_NAME)
+    wanted = use_cache if use_cache is not None else not training
+    assert (cache is not None) == wanted
+    assert cache is None or cache.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_forward_takes_the_cache_under_both_names(model, name):
+    ids, cache = token_ids(9), KdaHybridCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :5], **{name: cache})
+        out = model(ids[:, 5:], **{name: cache})
+        assert_close(out.logits, model(ids).logits[:, 5:])
+    assert getattr(out, CACHE_NAME) is cache
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)], ids=str)
+def test_forward_of_no_tokens_gives_empty_logits(model, shape):
+    ids = torch.zeros(shape, dtype=torch.long)
+    with torch.no_grad():
+        assert model(ids).logits.shape == (*shape, 97)
+        assert model(ids, attention_mask=torch.ones_like(ids)).logits.shape == (*shape, 97)
+
+
+def test_forward_of_no_tokens_leaves_a_cache_as_it_was(model):
+    ids, cache = token_ids(9, rows=2), KdaHybridCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :5], cache=cache)
+        assert model(ids[:, :0], cache=cache).logits.shape == (2, 0, 97)
+        assert_close(model(ids[:, 5:], cache=cache).logits, model(ids).logits[:, 5:])
+
+
+def test_forward_ignores_arguments_of_other_libraries(model):
+    ids = token_ids(6)
+    with torch.no_grad():
+        odd = model(ids, cache_position=torch.arange(6), fused_lm_head=False, token_type_ids=torch.zeros_like(ids))
+        assert_close(odd.logits, model(ids).logits, 0)
+
+
+def test_forward_of_embeddings_equals_token_ids(model):
+    ids = token_ids(7, rows=2)
+    with torch.no_grad():
+        assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits, 0)
+
+
+def test_forward_keeps_no_tensor_on_a_module(model):
+    other = copy.deepcopy(model)
+    before = {name: set(vars(module)) for name, module in other.named_modules()}
+    other.train()(token_ids(40, rows=2), attention_mask=mask_of([0] * 3 + [1] * 37, [1] * 40)).logits.sum().backward()
+    for name, module in other.named_modules():
+        assert set(vars(module)) == before[name], name
+        assert not any(isinstance(x, torch.Tensor) for x in vars(module).values()), name
+
+
+def test_forward_never_reads_the_weight_of_a_replaced_linear_layer(model):
+    """Quantised layers and adapters take the place of `nn.Linear`: their product counts, not their `weight`."""
+
+    class Sealed(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.hidden = torch.nn.Parameter(linear.weight.detach().clone())
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+
+        @property
+        def weight(self):
+            raise AssertionError("`weight` was read")
+
+        def forward(self, x):
+            return F.linear(x, self.hidden)
+
+    other, ids = copy.deepcopy(model), token_ids(44, rows=2)
+    for name, module in list(other.named_modules()):
+        if type(module) is torch.nn.Linear:
+            parent, _, last = name.rpartition(".")
+            setattr(other.get_submodule(parent), last, Sealed(module))
+    with torch.no_grad():
+        want = model(ids).logits
+    logits, _ = forward_in_pieces(other, ids, [40, 41])
+    assert_close(logits, want)
+    other(ids, labels=ids, use_cache=False).loss.backward()
+    assert all(x.grad is not None for x in other.parameters())
+
+
+# Precision
+
+
+@pytest.mark.parametrize("how", ["load", "autocast"])
+def test_router_tells_near_biases_apart_in_bfloat16(how, tmp_path):
+    source = tiny_model(norm_topk_prob=False, **ALIGNED)
+    with torch.no_grad():
+        for layer in source.model.layers[1:]:
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.e_score_correction_bias.copy_(8 + 1e-3 * torch.arange(8))
+    source.save_pretrained(tmp_path)
+    dtype = torch.bfloat16 if how == "load" else torch.float32
+    model = KdaHybridForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    chosen = []
+    model.model.layers[3].mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        model(token_ids(6))
+    _, weights, experts = chosen[0]
+    assert experts.sort(-1).values.tolist() == [[6, 7]] * 6
+    assert_close(weights, torch.full((6, 2), 0.5), 0)  # of the scores without the bias
+
+
+def test_router_multiplies_in_float32_under_autocast(model):
+    seen = []
+    router = model.model.layers[1].mlp.gate
+    handle = router.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(token_ids(6))
+    handle.remove()
+    x, logits = seen[0]
+    assert logits.dtype == torch.float32
+    assert_close(logits, x.double() @ router.weight.double().T, 0, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_forward_under_autocast_is_close_to_float32(dtype):
+    model = tiny_model(num_experts=None)  # without experts, whose choice jumps
+    ids = token_ids(40)
+    with torch.no_grad():
+        want = model(ids).logits
+        with torch.autocast("cpu", dtype):
+            got = model(ids).logits
+    assert (got.float() - want).norm() / want.norm() < 0.05
+    assert math.isfinite(got.float().sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("sizes", [ALIGNED, {}], ids=["aligned", "odd"])
+def test_forward_and_backward_run_in_every_dtype(dtype, sizes, tmp_path):
+    source, ids = tiny_model(**sizes), token_ids(9)
+    source.save_pretrained(tmp_path)
+    model = KdaHybridForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert all(x.grad.isfinite().all() for x in model.parameters())
+    with torch.no_grad():
+        assert_close(loss, source(ids, labels=ids).loss, 0.2)
+
+
+@pytest.mark.parametrize("length", [5, 130])
+def test_forward_survives_the_strongest_decay(length):
+    model, ids = tiny_model(), token_ids(length)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if layer.linear:
+                layer.self_attn.A_log.fill_(4.0)
+                layer.self_attn.dt_bias.fill_(3.0)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert all(x.grad.isfinite().all() for x in model.parameters())
+    with torch.no_grad():
+        assert_close(model(ids).logits, truth(model, ids), GOLDEN_LOGITS)
+
+
+# Compilation
+
+
+def test_forward_compiles_without_a_break_and_so_does_its_backward():
+    # In transformers 5.17, the backward of the grouped product on a CPU branches on sizes.
+    experts = "batched_mm" if transformers.__version__.startswith("5.17.") else "grouped_mm"
+    ids = token_ids(40, rows=2)
+    plain, other = (
+        tiny_model(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]) for _ in range(2)
+    )
+    other.set_experts_implementation(experts)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    losses = [m(ids, labels=ids, use_cache=False).loss for m in (plain, compiled)]
+    assert_close(losses[1], losses[0], 1e-5)
+    for loss in losses:
+        loss.backward()
+    assert other.model.layers[0].self_attn.A_log.grad is not None
+    for (name, want), got in zip(plain.named_parameters(), other.parameters()):
+        assert_close(got.grad, want.grad, 0, GRADIENTS, name)
+
+
+# The other heads
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_sequence_classification_reads_the_last_real_token(side):
+    torch.manual_seed(0)
+    model = KdaHybridForSequenceClassification(tiny_config(num_labels=3)).eval()
+    short, long = token_ids(4), token_ids(9, seed=2)
+    mask = [0] * 5 + [1] * 4 if side == "left" else [1] * 4 + [0] * 5
+    batch = torch.cat([padded(short, mask, junk=0), long])
+    with torch.no_grad():
+        got = model(batch, attention_mask=mask_of(mask, [1] * 9)).logits
+        want = torch.cat([model.score(model.model(x).last_hidden_state[:, -1]) for x in (short, long)])
+    assert_close(got, want)
+    loss = model(batch, attention_mask=mask_of(mask, [1] * 9), labels=torch.tensor([0, 2])).loss
+    assert_close(loss, F.cross_entropy(want, torch.tensor([0, 2])), 1e-4)
+
+
+def test_model_gives_trainers_its_parts(model):
+    assert isinstance(model.get_output_embeddings(), torch.nn.Linear)
+    ids = token_ids(5)
+    with torch.no_grad():
+        hidden = model.base_model(ids).last_hidden_state
+        assert_close(model.get_output_embeddings()(hidden), model(ids).logits, 0)
+    other = copy.deepcopy(model)
+    for part in (other, other.model):
+        fresh = torch.nn.Embedding(97, 60)
+        part.set_input_embeddings(fresh)
+        assert part.get_input_embeddings() is fresh

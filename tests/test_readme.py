@@ -1,0 +1,236 @@
+"""The README: its programs run, their outputs are real, its tree is on disk, its claims are tests."""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_close
+from transformers import AutoModelForSequenceClassification, KimiLinearForCausalLM, Trainer, TrainingArguments
+from update_readme import PRESETS, README, RELEASED_SHAPE, ROOT, benchmark_tables, run_programs, write_released
+
+import modeling_kda
+from modeling_kda import KdaHybridForCausalLM
+from modeling_kda.compat_transformers import CACHE_NAME
+
+
+TEXT = README.read_text()
+VISIBLE = [
+    path for path in ROOT.iterdir() if path.name[0] != "." and path.name not in ("__pycache__", "build", "dist")
+]
+
+
+# Programs
+
+
+@pytest.mark.parametrize("page", [README, PRESETS], ids=["README.md", "configuration"])
+def test_readme_programs_print_what_the_page_shows(page):
+    shown = 0
+    for program, wanted, printed in run_programs(page.read_text()):
+        assert wanted is None or printed == wanted, program
+        shown += wanted is not None
+    assert shown == (3 if page == README else 0)
+
+
+def test_readme_begins_with_the_commands_and_a_program():
+    """One screen: 40 lines."""
+    screen = "\n".join(TEXT.splitlines()[:40])
+    wanted = ["make demo", "make test", "pip install .", "```python", "```text", "o  = S q"]
+    places = [screen.index(word) for word in wanted]
+    assert places == sorted(places)
+
+
+def test_embedded_card_program_runs(capsys):
+    card = Path(modeling_kda.EMBEDDED_MODEL, "README.md").read_text()
+    [program] = re.findall(r"^```python\n(.*?)^```\n", card, re.M | re.S)
+    for written, ours in (
+        ("path/to/this/folder", modeling_kda.EMBEDDED_MODEL),
+        ('whale")', 'whale", max_new_tokens=9)'),
+    ):
+        assert written in program
+        program = program.replace(written, ours)
+    exec(program, {})
+    assert "The whale" in capsys.readouterr().out
+
+
+# What it says about files
+
+
+def tree(lines: list[str], indent: str) -> set[str]:
+    return {line.split()[0].rstrip("/") for line in lines if re.match(rf"{indent}\S", line)}
+
+
+def test_readme_tree_is_the_one_on_disk():
+    lines = re.search(r"^```tree\n(.*?)^```\n", TEXT, re.M | re.S).group(1).splitlines()
+    assert tree(lines, "") == {path.name for path in VISIBLE if path.suffix != ".egg-info"}
+    package = {path.name for path in (ROOT / "modeling_kda").iterdir()} - {"__pycache__"}
+    assert tree(lines, "  ") == package
+
+
+def test_readme_names_only_files_and_tests_that_exist():
+    for link in re.findall(r"\]\((?!https)([^)#]+)\)", TEXT):
+        assert (ROOT / link).exists(), link
+    for path, name in re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", TEXT):
+        assert (ROOT / path).exists(), path
+        assert f"def {name}(" in (ROOT / path).read_text() or not name, f"{path}::{name}"
+    comparisons = set(re.findall(r"`(test_comparison_\w+)`", TEXT))
+    assert comparisons == {name for name in globals() if name.startswith("test_comparison_")}
+
+
+def test_readme_names_versions_and_extras_of_the_package():
+    project = (ROOT / "pyproject.toml").read_text()
+    for package in ("Python", "torch", "transformers"):
+        [said] = re.findall(rf"{package} (\d+\.\d+) or later|{package} (\d+\.\d+) to", TEXT.split("## Install")[1])[:1]
+        field = "requires-python = " if package == "Python" else ""
+        assert f'{field}"{"" if field else package}>={"".join(said)}' in project, package
+    extras = re.search(r"^\[project.optional-dependencies\]\n(.*?)\n\n", project, re.M | re.S).group(1)
+    for extra in re.findall(r"^\| `(\w+)` \| [a-zA-Z, ]+ \|$", TEXT, re.M):
+        assert f"\n{extra} = [" in "\n" + extras
+
+
+# Its comparison with transformers' own class: each row runs both with the same weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint that transformers' own class wrote."""
+    folder = tmp_path_factory.mktemp("kimi_linear")
+    write_released(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(folder):
+    """Ours and theirs, shared, so never changed."""
+    return [
+        kind.from_pretrained(folder, dtype=torch.float32).eval()
+        for kind in (KdaHybridForCausalLM, KimiLinearForCausalLM)
+    ]
+
+
+def some_ids(tokens: int, seed: int = 0) -> torch.Tensor:
+    """`[1, tokens]`."""
+    return torch.randint(3, RELEASED_SHAPE["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_comparison_second_turn_with_left_pads(both):
+    ids, pads = some_ids(20), torch.zeros(1, 6, dtype=torch.long)
+    mask = torch.cat([torch.ones(1, 8), torch.zeros(1, 6), torch.ones(1, 12)], 1).long()
+    errors = []
+    for model in both:
+        whole = model(ids, use_cache=False).logits[:, 8:]
+        cache = model(ids[:, :8], use_cache=True)[CACHE_NAME]
+        turn = model(torch.cat([pads, ids[:, 8:]], 1), attention_mask=mask, use_cache=True, **{CACHE_NAME: cache})
+        errors.append((turn.logits[:, 6:] - whole).abs().max().item())
+    assert errors[0] < 1e-4
+    assert errors[1] > 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("borders", ["position_ids", "cu_seq_lens_q"])
+def test_comparison_packed_documents(both, borders):
+    first, second = some_ids(9), some_ids(11, seed=1)
+    given = {"position_ids": torch.cat([torch.arange(9), torch.arange(11)]).unsqueeze(0)}
+    if borders == "cu_seq_lens_q":  # as `DataCollatorWithFlattening` makes them
+        cu = torch.tensor([0, 9, 20], dtype=torch.int32)
+        given |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 11, "max_length_k": 11}
+    errors = []
+    for model in both:
+        packed = model(torch.cat([first, second], 1), use_cache=False, **given).logits[:, 9:]
+        errors.append((packed - model(second, use_cache=False).logits).abs().max().item())
+    assert errors[0] < 1e-4
+    assert errors[1] > 2
+
+
+def test_comparison_dtype_of_decay_rates(folder):
+    dtypes = []
+    for kind in (KdaHybridForCausalLM, KimiLinearForCausalLM):
+        model = kind.from_pretrained(folder, dtype=torch.bfloat16)
+        dtypes.append({x.dtype for name, x in model.named_parameters() if name.endswith("A_log")})
+    assert dtypes == [{torch.float32}, {torch.bfloat16}]
+
+
+def test_comparison_trainer_resume(folder, tmp_path):
+    data = [{"input_ids": some_ids(12, seed)[0], "labels": some_ids(12, seed)[0]} for seed in range(8)]
+
+    def weights(kind: type, out: Path, **how) -> dict[str, torch.Tensor]:
+        arguments = TrainingArguments(
+            out,
+            max_steps=3,
+            save_steps=1,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            report_to=[],
+            use_cpu=True,
+        )
+        trainer = Trainer(kind.from_pretrained(folder, dtype=torch.float32), arguments, train_dataset=data)
+        trainer.train(**how)
+        return trainer.model.state_dict()
+
+    for kind, lost in ((KdaHybridForCausalLM, False), (KimiLinearForCausalLM, True)):
+        out = tmp_path / kind.__name__
+        whole = weights(kind, out)
+        resumed = weights(kind, out, resume_from_checkpoint=str(out / "checkpoint-1"))
+        different = [name for name in whole if not torch.equal(whole[name], resumed[name])]
+        assert bool(different) == lost, f"{kind.__name__}: {different}"
+
+
+@torch.no_grad()
+def test_comparison_rows_of_a_cache(both):
+    ours, theirs = (model(some_ids(5), use_cache=True)[CACHE_NAME] for model in both)
+    ours.batch_repeat_interleave(2)
+    step = both[0](some_ids(1, seed=2).expand(2, 1), **{CACHE_NAME: ours}).logits
+    whole = both[0](torch.cat([some_ids(5), some_ids(1, seed=2)], 1)).logits[:, -1:]
+    assert_close(step, whole.expand_as(step))
+    with pytest.raises(AttributeError, match="batch_repeat_interleave"):
+        theirs.batch_repeat_interleave(2)
+
+
+def test_comparison_sequence_classification(both):
+    ours, theirs = (model.config for model in both)
+    assert AutoModelForSequenceClassification.from_config(ours).num_labels == 2
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForSequenceClassification.from_config(theirs)
+
+
+# The command that writes it
+
+
+def test_benchmark_tables_are_the_numbers_of_the_last_lines():
+    machine = {
+        "cpu": "A CPU", "cores": 2, "load": 0.1, "python": "3.11.7", "modeling_kda": "0.1.0", "torch": "2.13.0",
+        "transformers": "5.24.0", "command": "python -m tests.benchmarks.bench_ops",
+    }  # fmt: skip
+    operation = {
+        "name": "forward T=512", "kind": "forward", "batch": 1, "tokens": 512, "dtype": "float32",
+        "ours": {"ms": 12.345, "runs": 5, "mib": 8.0}, "peer": {"ms": 1234.5, "runs": 3, "mib": 80.04},
+        "speed": 100.0, "memory": 10.005,
+    }  # fmt: skip
+    decode = {
+        "name": "decode after 512", "kind": "decode", "tokens": 512, "dtype": "bfloat16",
+        "ours": {"tok_s": {"1": 50.0, "8": 300.0}, "peak_mib": 700.0}, "speed": {"1": 2.0, "8": 1.5}, "memory": 2.0,
+        "peer": {"tok_s": {"1": 25.0, "8": 200.0}, "peak_mib": 1400.0},
+    }  # fmt: skip
+    lines = [json.dumps({"machine": machine, "cases": cases}) for cases in ([operation], [decode])]
+    got = benchmark_tables("\n".join(["a table", lines[0], "another", lines[1]]))
+    note = (
+        "`python -m tests.benchmarks.bench_ops`: A CPU, 2 threads, Python 3.11.7, torch 2.13.0, transformers 5.24.0, "
+        "modeling_kda 0.1.0."
+    )
+    assert got == textwrap.dedent(f"""\
+        | operation | dtype | ours, ms | transformers, ms | times as fast | ours, MiB | transformers, MiB |
+        | --- | --- | ---: | ---: | ---: | ---: | ---: |
+        | forward T=512 | float32 | 12.3 | 1,234 | 100.0x | 8 | 80 |
+
+        {note}
+
+        | model | dtype | ours, tokens/s | transformers, tokens/s | times as fast | ours, MiB | transformers, MiB |
+        | --- | --- | ---: | ---: | ---: | ---: | ---: |
+        | decode after 512, batch 1 | bfloat16 | 50 | 25 | 2.0x | 700 | 1,400 |
+        | decode after 512, batch 8 | bfloat16 | 300 | 200 | 1.5x | 700 | 1,400 |
+
+        {note}
+        """)

@@ -1,0 +1,224 @@
+"""Writes what is measured into README.md and configuration/README.md.
+
+    python -m tests.update_readme [FILE]
+
+What the README's programs print, and the table of presets, are made anew. FILE holds what `make bench` printed;
+without it the benchmark numbers stay as they are. `test_readme.py` and `test_configuration_presets.py` fail if the
+rest is not what comes out here.
+
+A block of Markdown that is made lies between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. A ```text block right
+after a ```python block is what that program prints.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, KimiLinearConfig, KimiLinearForCausalLM
+from transformers.utils import logging
+
+import modeling_kda
+
+
+ROOT = Path(__file__).parents[1]
+README, PRESETS = ROOT / "README.md", ROOT / "configuration" / "README.md"
+PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n?^```text\n(.*?)^```\n)?", re.M | re.S)
+
+# The README loads the released checkpoint, which is 98 GB. In its place lies this one, written by transformers' class.
+RELEASED = "Kimi-Linear-48B-A3B-Instruct"
+RELEASED_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    "linear_num_heads": 3,
+    "linear_head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def marked(text: str, name: str) -> str:
+    """What lies between the two marks of `name`."""
+    return _between(name).search(text).group(2)
+
+
+def with_marked(text: str, name: str, body: str) -> str:
+    """`text` with `body` between the two marks of `name`."""
+    return _between(name).sub(lambda found: f"{found.group(1)}{body}{found.group(3)}", text)
+
+
+def _between(name: str) -> re.Pattern:
+    return re.compile(rf"(<!-- begin: {name} -->\n)(.*?)(<!-- end: {name} -->)", re.S)
+
+
+# The README's programs
+
+
+def run_programs(text: str) -> Iterator[tuple[str, str | None, str]]:
+    """Runs the python blocks of `text` one after another in one namespace and in an empty folder.
+
+    Yields: program, what the text shows as its output (None: nothing), what it printed.
+    """
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    with tempfile.TemporaryDirectory() as folder, _working_in(folder):
+        write_released(RELEASED)
+        (Path(folder) / "configuration").symlink_to(ROOT / "configuration")
+        for program, shown in (found.groups() for found in PROGRAM.finditer(text)):
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(program, "README.md", "exec"), namespace)
+            yield program, shown, printed.getvalue()
+
+
+@contextlib.contextmanager
+def _working_in(folder: str) -> Iterator[None]:
+    """`contextlib.chdir`, which Python 3.10 lacks."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def write_released(folder: str | Path) -> None:
+    """A small random checkpoint of transformers' own `kimi_linear`."""
+    torch.manual_seed(0)
+    KimiLinearForCausalLM(KimiLinearConfig(**RELEASED_SHAPE)).save_pretrained(folder)
+
+
+def with_outputs(text: str) -> str:
+    """`text` with the output of every program that shows one."""
+    for program, shown, printed in run_programs(text):
+        if shown is not None:
+            before = f"```python\n{program}```\n\n```text\n"
+            text = text.replace(f"{before}{shown}```\n", f"{before}{printed}```\n")
+    return text
+
+
+# The presets
+
+
+def preset_table() -> str:
+    """One row for every folder of configuration/."""
+    header = [
+        "preset", "layers (KDA + MLA)", "hidden", "parameters", "active per token",
+        "state and window, bytes a sequence", "latents, bytes a token",
+    ]  # fmt: skip
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1)]
+    folders = [path.parent for path in PRESETS.parent.glob("*/config.json")]
+    models = {folder.name: preset_model(folder) for folder in folders}
+    for name, model in sorted(models.items(), key=lambda item: item[1].num_parameters()):
+        config = model.config
+        kda, mla = (config.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
+        numbers = [config.hidden_size, model.num_parameters(), active_parameters(model), *memory_bytes(config)]
+        rows.append([f"`{name}`", f"{kda + mla} ({kda} + {mla})", *(f"{number:,}" for number in numbers)])
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def preset_model(folder: Path) -> modeling_kda.KdaHybridForCausalLM:
+    """The model of a preset, without memory for its weights."""
+    with torch.device("meta"):
+        return modeling_kda.KdaHybridForCausalLM(AutoConfig.from_pretrained(folder))
+
+
+def active_parameters(model: modeling_kda.KdaHybridForCausalLM) -> int:
+    """Parameters that multiply something for a token: without unused experts, without a table that is looked up."""
+    config, count = model.config, model.num_parameters()
+    if not config.tie_word_embeddings:
+        count -= model.get_input_embeddings().weight.numel()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            count -= parameter.numel() // config.num_experts * (config.num_experts - config.num_experts_per_tok)
+    return count
+
+
+def memory_bytes(config: modeling_kda.KdaHybridConfig) -> tuple[int, int]:
+    """Of a bfloat16 model: bytes a sequence that do not grow (states in float32), and bytes a token that do."""
+    kda, mla = (config.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
+    keys, values = (config.linear_num_heads * x for x in (config.linear_head_dim, config.linear_value_head_dim))
+    state = keys * config.linear_value_head_dim * 4
+    window = (config.linear_conv_kernel_dim - 1) * (2 * keys + values) * 2
+    return kda * (state + window), mla * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
+
+
+# The benchmarks
+
+
+def benchmark_tables(printed: str) -> str:
+    """Tables from the lines of JSON in what the benchmarks printed."""
+    reports = [json.loads(line) for line in printed.splitlines() if line.startswith('{"machine"')]
+    return "\n".join(_benchmark_table(report) for report in reports)
+
+
+def _benchmark_table(report: dict[str, Any]) -> str:
+    times = "ms" in report["cases"][0]["ours"]
+    unit, size = ("ms", "mib") if times else ("tokens/s", "peak_mib")
+    lines = [
+        f"| {'operation' if times else 'model'} | dtype | ours, {unit} | transformers, {unit} | times as fast "
+        "| ours, MiB | transformers, MiB |\n",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n",
+    ]
+    for case in report["cases"]:
+        ours, peer = case["ours"], case["peer"]
+        if times:
+            rows = [(case["name"], ours["ms"], peer["ms"], case["speed"])]
+        else:
+            batches = len(ours["tok_s"]) > 1
+            rows = [
+                (
+                    f"{case['name']}, batch {n}" if batches else case["name"],
+                    *(x["tok_s"][n] for x in (ours, peer)),
+                    speed,
+                )
+                for n, speed in case["speed"].items()
+            ]
+        for name, a, b, speed in rows:
+            numbers = [_digits(a), _digits(b), f"{speed:.1f}x", _digits(ours[size]), _digits(peer[size])]
+            lines.append(f"| {name} | {case['dtype']} | {' | '.join(numbers)} |\n")
+    here = report["machine"]
+    lines.append(
+        f"\n`{here['command']}`: {here['cpu']}, {here['cores']} threads, Python {here['python']}, "
+        f"torch {here['torch']}, transformers {here['transformers']}, modeling_kda {here['modeling_kda']}.\n"
+    )
+    return "".join(lines)
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
+def main() -> None:
+    logging.disable_progress_bar()
+    text = with_outputs(README.read_text())
+    if len(sys.argv) > 1:
+        text = with_marked(text, "benchmarks", benchmark_tables(Path(sys.argv[1]).read_text()))
+    README.write_text(text)
+    PRESETS.write_text(with_marked(PRESETS.read_text(), "presets", preset_table()))
+
+
+if __name__ == "__main__":
+    main()
