@@ -224,7 +224,7 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if checkpointing and cache is not None and cache.get_seq_length():
             raise ValueError(
-                "gradient checkpointing recomputes layers, which a cache cannot follow, and this `cache` holds tokens. "
+                "gradient checkpointing recomputes layers, which no cache can follow, and this `cache` holds tokens. "
                 "Leave it out, or call `gradient_checkpointing_disable()`."
             )
         if checkpointing and (cache is not None or use_cache):
