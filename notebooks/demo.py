@@ -13,7 +13,7 @@
 # %% [markdown]
 # # A small Kimi Delta Attention model, from first words to fine-tuning
 #
-# A script (`make demo`) and a notebook (open it with Jupytext). It takes about two minutes on two cores and needs no
+# A script (`make demo`) and a notebook (open it with Jupytext). It takes one or two minutes on two cores and needs no
 # network: the model comes with the package.
 
 # %%

@@ -247,6 +247,29 @@ def test_generate_continues_a_padded_batch_from_a_returned_cache(model):
         assert second[row, grown.shape[1] :].tolist() == want[0].tolist()
 
 
+@pytest.mark.parametrize("given", ["new tokens and the whole mask", "all embeddings"])
+def test_generate_continues_a_filled_cache_from(model, given):
+    ids, cache = token_ids(12), KdaHybridCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :8], cache=cache)
+    inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    if given == "new tokens and the whole mask":
+        inputs = {"input_ids": ids[:, 8:], "attention_mask": torch.ones_like(ids)}
+    tokens = model.generate(**inputs, max_new_tokens=5, **{CACHE_NAME: cache}, **GREEDY)
+    assert tokens[:, -5:].tolist() == greedy_by_hand(model, ids, 5).tolist()
+
+
+@pytest.mark.parametrize("length", [8, 70])
+def test_forward_continues_outside_of_inference_mode(model, length):
+    ids, cache = token_ids(length + 3), KdaHybridCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, : length - 1], cache=cache)
+        model(ids[:, length - 1 : length], cache=cache)
+    with torch.no_grad():
+        got = [model(ids[:, t : t + 1], cache=cache).logits for t in range(length, length + 3)]
+        assert_close(torch.cat(got, 1), model(ids).logits[:, length:])
+
+
 def test_generate_after_a_reset_remembers_nothing(model):
     cache = KdaHybridCache(model.config)
     model.generate(token_ids(9), max_new_tokens=5, **{CACHE_NAME: cache}, **GREEDY)

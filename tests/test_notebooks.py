@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from update_readme import README, marked
 
 from modeling_kda.ops_reference import log_decay
 
@@ -49,6 +50,15 @@ def test_demo_learns_and_changes_what_it_writes(demo):
     assert names["text_after"].startswith(names["PROMPT"])
     assert names["text_after"] not in printed.split("before:")[1].split("after:")[0]
     assert "tokens a second" in printed
+
+
+def test_demo_prints_what_the_readme_shows(demo):
+    """Before the training, which is longer there, and but for the speed."""
+    shown, printed = (
+        [line.rstrip() for line in text.split("3. Fine-tuning")[0].splitlines() if "tokens a second" not in line]
+        for text in (marked(README.read_text(), "demo"), demo[1][demo[1].index("1. A model") :])
+    )
+    assert shown[1:] == printed, "run: make demo > demo.txt; python -m tests.update_readme demo.txt"
 
 
 def test_demo_reloads_what_it_saved(demo):

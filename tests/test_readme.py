@@ -38,6 +38,7 @@ def test_readme_begins_with_the_commands_and_a_program():
     """One screen: 40 lines."""
     screen = "\n".join(TEXT.splitlines()[:40])
     wanted = ["make demo", "make test", "pip install .", "```python", "```text", "o  = S q"]
+    assert "--quick" not in TEXT, "the benchmark numbers are those of a trial run"
     places = [screen.index(word) for word in wanted]
     assert places == sorted(places)
 
@@ -217,7 +218,7 @@ def test_benchmark_tables_are_the_numbers_of_the_last_lines():
     lines = [json.dumps({"machine": machine, "cases": cases}) for cases in ([operation], [decode])]
     got = benchmark_tables("\n".join(["a table", lines[0], "another", lines[1]]))
     note = (
-        "`python -m tests.benchmarks.bench_ops`: A CPU, 2 threads, Python 3.11.7, torch 2.13.0, transformers 5.24.0, "
+        "`python -m tests.benchmarks.bench_ops`: A CPU, threads: 2, Python 3.11.7, torch 2.13.0, transformers 5.24.0, "
         "modeling_kda 0.1.0."
     )
     assert got == textwrap.dedent(f"""\

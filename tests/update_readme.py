@@ -1,10 +1,10 @@
 """Writes what is measured into README.md and configuration/README.md.
 
-    python -m tests.update_readme [FILE]
+    python -m tests.update_readme [FILE ...]
 
-What the README's programs print, and the table of presets, are made anew. FILE holds what `make bench` printed;
-without it the benchmark numbers stay as they are. `test_readme.py` and `test_configuration_presets.py` fail if the
-rest is not what comes out here.
+What the README's programs print, and the table of presets, are made anew. A FILE holds what `make bench` or `make
+demo` printed; without it their numbers stay as they are. `test_readme.py`, `test_notebooks.py` and
+`test_configuration_presets.py` fail if the rest is not what comes out here.
 
 A block of Markdown that is made lies between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. A ```text block right
 after a ```python block is what that program prints.
@@ -164,7 +164,13 @@ def memory_bytes(config: modeling_kda.KdaHybridConfig) -> tuple[int, int]:
     return kda * (state + window), mla * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
 
 
-# The benchmarks
+# The demo and the benchmarks
+
+
+def demo_lines(printed: str) -> str:
+    """What `make demo` printed, from its first title on, without progress bars and blank ends."""
+    lines = printed[printed.index("1. A model") :].splitlines()
+    return "".join(f"{line.rstrip()}\n" for line in lines if "it/s" not in line and "s/it" not in line)
 
 
 def benchmark_tables(printed: str) -> str:
@@ -200,7 +206,7 @@ def _benchmark_table(report: dict[str, Any]) -> str:
             lines.append(f"| {name} | {case['dtype']} | {' | '.join(numbers)} |\n")
     here = report["machine"]
     lines.append(
-        f"\n`{here['command']}`: {here['cpu']}, {here['cores']} threads, Python {here['python']}, "
+        f"\n`{here['command']}`: {here['cpu']}, threads: {here['cores']}, Python {here['python']}, "
         f"torch {here['torch']}, transformers {here['transformers']}, modeling_kda {here['modeling_kda']}.\n"
     )
     return "".join(lines)
@@ -213,9 +219,14 @@ def _digits(number: float) -> str:
 
 def main() -> None:
     logging.disable_progress_bar()
-    text = with_outputs(README.read_text())
-    if len(sys.argv) > 1:
-        text = with_marked(text, "benchmarks", benchmark_tables(Path(sys.argv[1]).read_text()))
+    text = README.read_text()
+    for file in sys.argv[1:]:  # first of all: a pipe ends when the benchmarks do, and nothing may disturb them
+        printed = Path(file).read_text()
+        if '{"machine"' in printed:
+            text = with_marked(text, "benchmarks", benchmark_tables(printed))
+        else:
+            text = with_marked(text, "demo", f"```text\n{demo_lines(printed)}```\n")
+    text = with_outputs(text)
     README.write_text(text)
     PRESETS.write_text(with_marked(PRESETS.read_text(), "presets", preset_table()))
 
