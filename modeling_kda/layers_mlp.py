@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
 
 from .configuration_kda_hybrid import KdaHybridConfig
-from .ops_reference import wide
+from .ops_reference import wide, without_autocast
 
 
 class RMSNorm(nn.Module):
@@ -55,7 +55,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[X, D]` to router logits `[X, E]`, and the chosen experts' weights and numbers, `[X, A]` each; float32."""
         config = self.config
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             logits = F.linear(wide(x), self.weight.to(wide(x).dtype))
         scores = logits.sigmoid()
         biased = scores + self.e_score_correction_bias.float()

@@ -228,9 +228,7 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
                 "Leave it out, or call `gradient_checkpointing_disable()`."
             )
         if checkpointing and (cache is not None or use_cache):
-            logger.warning_once(
-                "gradient checkpointing recomputes layers, which no cache can follow: none is used."
-            )
+            logger.warning_once("gradient checkpointing recomputes layers, which no cache can follow: none is used.")
             cache, use_cache = None, False
         context = ForwardContext(
             self.config, inputs_embeds, attention_mask, position_ids, seq_idx, cu_seq_lens_q, cache, **kwargs

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 # As names of the modules: exported model code cannot say `from . import ops_torch`.
 from .ops_reference import BACKEND as ops_reference
-from .ops_reference import KdaCall
+from .ops_reference import KdaCall, without_autocast
 from .ops_torch import BACKEND as ops_torch
 
 
@@ -36,7 +36,7 @@ def kda(call: KdaCall) -> tuple[Tensor, Tensor]:
         RuntimeError: the backend chosen by `use_backend` cannot run the call.
     """
     _check(call)
-    with torch.autocast(call.q.device.type, enabled=False):  # the backend chooses its own precision
+    with without_autocast(call.q):  # the backend chooses its own precision
         return _backend_for(call).run(call)
 
 

@@ -75,6 +75,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def without_autocast(x: Tensor) -> torch.autocast:
+    """A context in which operations on `x` and its like keep their dtypes. (The meta device has no autocast.)"""
+    return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
+
+
 def unit(x: Tensor, length: float = 1.0) -> Tensor:
     """`length * x / sqrt(sum(x^2) + 1e-6)` over the last dimension, in float32 (or float64)."""
     x = wide(x)

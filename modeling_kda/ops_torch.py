@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops_reference import UNIT_EPS, KdaCall, operands, wide
+from .ops_reference import UNIT_EPS, KdaCall, operands, wide, without_autocast
 
 
 NAME = "torch"
@@ -452,7 +452,7 @@ def _save_for_backward(ctx, inputs, output):
 
 def _backward(ctx, do, d_final, _):
     *tensors, cu_seqlens, borders = ctx.saved_tensors
-    with torch.autocast(do.device.type, enabled=False):
+    with without_autocast(do):
         *grads, d_state = _chunked_backward(*tensors, ctx.lower_bound, cu_seqlens, borders, do, d_final)
     return *grads, None if ctx.state_dtype is None else d_state.to(ctx.state_dtype), None, None, None
 

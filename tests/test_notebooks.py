@@ -58,7 +58,7 @@ def test_demo_prints_what_the_readme_shows(demo):
         [line.rstrip() for line in text.split("3. Fine-tuning")[0].splitlines() if "tokens a second" not in line]
         for text in (marked(README.read_text(), "demo"), demo[1][demo[1].index("1. A model") :])
     )
-    assert shown[1:] == printed, "run: make demo > demo.txt; python -m tests.update_readme demo.txt"
+    assert shown[1:] == printed, "run: make demo | .venv/bin/python -m tests.update_readme /dev/stdin"
 
 
 def test_demo_reloads_what_it_saved(demo):
