@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .configuration_kda_hybrid import KdaHybridConfig
+from .ops_reference import writable
 
 
 # What a cache and the model that reads it must agree on.
@@ -100,7 +101,7 @@ class LatentMemory(_LayerMemory):
             self.buffer = None
             self.latents = new if not start else torch.cat([self.latents, new], 1)
             return self.latents
-        if self.buffer is None or self.buffer.shape[1] < self.length:
+        if self.buffer is None or self.buffer.shape[1] < self.length or not writable(self.buffer):
             capacity = self.length if not start else max(self.length + 64, self.length * 5 // 4)
             self.buffer = new.new_empty(new.shape[0], capacity, new.shape[2])
             if start:

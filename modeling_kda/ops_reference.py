@@ -80,6 +80,11 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
 
 
+def writable(x: Tensor) -> bool:
+    """Whether `x` may be written in place here: what `torch.inference_mode` made may not be written outside of it."""
+    return torch.is_inference_mode_enabled() or not x.is_inference()
+
+
 def unit(x: Tensor, length: float = 1.0) -> Tensor:
     """`length * x / sqrt(sum(x^2) + 1e-6)` over the last dimension, in float32 (or float64)."""
     x = wide(x)

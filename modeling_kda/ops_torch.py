@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops_reference import UNIT_EPS, KdaCall, operands, wide, without_autocast
+from .ops_reference import UNIT_EPS, KdaCall, operands, wide, without_autocast, writable
 
 
 NAME = "torch"
@@ -64,8 +64,8 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
 def _loop(call: KdaCall) -> tuple[Tensor, Tensor]:
     """Token by token. A token's products with k and q share one read of the state; what it adds is one write."""
     q, k, g, beta = operands(call)
-    state = call.state
-    if not call.overwrite_state or state is None or state.dtype != k.dtype or not state.is_contiguous():
+    state = call.state if call.overwrite_state else None
+    if state is None or state.dtype != k.dtype or not state.is_contiguous() or not writable(state):
         state = call.initial_state(k.dtype)
     B, H = state.shape[:2]
     S = state.flatten(0, 1)  # [B * H, V, K], the memory of `state`
