@@ -17,7 +17,7 @@ test: $(VENV)/ready
 test-floor: $(FLOOR)/ready
 	$(FLOOR)/bin/python -m pytest --numprocesses 2 $(FLOOR_TESTS)
 
-FLOOR_TESTS := tests/test_modeling_kda_hybrid.py tests/test_generation.py tests/test_saving.py tests/test_training.py
+FLOOR_TESTS := tests/test_modeling_kda_hybrid.py tests/test_forward_contract.py tests/test_generation.py tests/test_saving.py tests/test_training.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,5 +1,7 @@
 """What several tests need: golden data, a small model, comparisons that say where they failed."""
 
+import copy
+import itertools
 import json
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM
+from modeling_kda import KdaHybridCache, KdaHybridConfig, KdaHybridForCausalLM, use_backend
 
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
@@ -79,6 +81,35 @@ def tiny_model(seed: int = 0, **changes) -> KdaHybridForCausalLM:
 def token_ids(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:
     """`[rows, length]` random ids from 3 to 96."""
     return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def truth(model: KdaHybridForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Logits in float64, token by token, expert by expert."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    with torch.no_grad(), use_backend("reference"):
+        return exact(ids).logits
+
+
+def padded(tokens: torch.Tensor, mask: list[int], junk: int = 7) -> torch.Tensor:
+    """`[1, len(mask)]`: `tokens` where the mask is 1, another token where it is 0."""
+    row = torch.full((1, len(mask)), junk)
+    row[0, torch.tensor(mask, dtype=torch.bool)] = tokens[0]
+    return row
+
+
+def mask_of(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def forward_in_pieces(model, ids, cuts, attention_mask=None) -> tuple[torch.Tensor, KdaHybridCache]:
+    """Logits of calls that end at `cuts`, on one cache."""
+    cache, logits = KdaHybridCache(model.config), []
+    with torch.no_grad():
+        for start, end in itertools.pairwise([0, *cuts, ids.shape[1]]):
+            mask = None if attention_mask is None else attention_mask[:, :end]
+            logits.append(model(ids[:, start:end], attention_mask=mask, cache=cache).logits)
+    return torch.cat(logits, 1), cache
 
 
 def assert_close(
