@@ -17,7 +17,7 @@ from .modeling_kda_hybrid import (
     optimizer_groups,
 )
 from .ops_kda import KdaCall, backend_report, kda, use_backend
-from .weights_kda import kimi_linear_conversions
+from .weights_kda import conversions
 
 
 __version__ = "0.1.0"
@@ -35,7 +35,7 @@ def _register_auto_classes() -> None:
     AutoModel.register(KdaHybridConfig, KdaHybridModel, exist_ok=True)
     AutoModelForCausalLM.register(KdaHybridConfig, KdaHybridForCausalLM, exist_ok=True)
     AutoModelForSequenceClassification.register(KdaHybridConfig, KdaHybridForSequenceClassification, exist_ok=True)
-    register_checkpoint_conversion_mapping(kind, kimi_linear_conversions(), overwrite=True)
+    register_checkpoint_conversion_mapping(kind, conversions(), overwrite=True)
 
 
 def _register_lora_targets() -> None:

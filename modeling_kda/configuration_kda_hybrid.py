@@ -47,21 +47,39 @@ RELEASED_IGNORED = (
     "pretraining_tp",
     "output_router_logits",
 )
-# Fields of architectures that are declared but not built: field -> the only value accepted.
-NOT_BUILT = {
-    "situ_beta": None,
-    "situ_linear_beta": None,
-    "routed_expert_hidden_size": None,
-    "latent_moe_use_norm": False,
-    "attn_res_block_size": None,
+# Released fields that say which layer is of which kind, and MLA's heads.
+RELEASED_STRUCTURE = ("linear_attn_config", "first_k_dense_replace", "moe_layer_freq", "num_key_value_heads")
+# The same for the `config.json` of flash-linear-attention's `KDAForCausalLM`.
+FLA_NAMES = {
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+    "lower_bound": "linear_gate_lower_bound",
+    "norm_eps": "rms_norm_eps",
 }
+# What a KDA layer of fla may be that ours is not: its fields, and the only values that are read.
+FLA_CONSTANTS = {
+    "attn": (None,),
+    "allow_neg_eigval": (False,),
+    "use_short_conv": (True,),
+    "expand_v": (1, None),
+    "num_v_heads": (None,),
+    "hidden_act": ("swish", "silu"),
+}
+# fla's defaults, where they are not ours.
+FLA_DEFAULTS = {"num_heads": 16, "head_dim": 128, "conv_size": 4, "norm_eps": 1e-6}
+FLA_IGNORED = (
+    "attn_mode", "safe_gate", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy",
+    "use_l2warp", "hidden_ratio", "attnres_block_size",
+)  # fmt: skip
 
 
 class KdaHybridConfig(PreTrainedConfig):
     r"""Configuration of a hybrid of Kimi Delta Attention (KDA) and position-free multi-head latent attention (MLA).
 
-    Also reads the `config.json` of the released Kimi-Linear checkpoints and of transformers' own `kimi_linear` as they
-    are. Sizes are counts of numbers per token unless said otherwise.
+    Also reads, as they are, the `config.json` of the released Kimi-Linear and Kimi K3 checkpoints (of K3 the text
+    model), of transformers' own `kimi_linear`, and of flash-linear-attention's `kda`. Sizes are counts of numbers per
+    token unless said otherwise.
 
     Args:
         vocab_size, hidden_size, num_hidden_layers (`int`): The usual sizes.
@@ -77,6 +95,7 @@ class KdaHybridConfig(PreTrainedConfig):
         linear_gate_lower_bound (`float`, *optional*): None: log decay `-exp(A_log) * softplus(x + dt_bias)`
             (Kimi-Linear). A bound below zero: `bound * sigmoid(exp(A_log) * (x + dt_bias))` (Kimi K3). Natural log.
         linear_output_gate_rank (`int`, *optional*): Rank of the output gate's projection; None: full rank.
+        linear_output_gate_bias (`bool`): Whether the second matrix of a low-rank output gate has a bias, as fla's.
         num_attention_heads (`int`): MLA heads.
         q_lora_rank (`int`, *optional*): Rank of MLA's query projection; None: one full matrix.
         kv_lora_rank (`int`): Width of the latent that is cached in place of keys and values.
@@ -95,12 +114,19 @@ class KdaHybridConfig(PreTrainedConfig):
         router_weights_use_bias (`bool`): Whether the weights come from the scores with the correction bias added, as
             the released Kimi-Linear code computes them (its in-place addition), or without it, as Kimi K3 and the
             serving engines do. The choice of experts uses the bias either way.
-        situ_beta, situ_linear_beta, routed_expert_hidden_size, latent_moe_use_norm, attn_res_block_size: Parts of
-            Kimi K3, declared here and not built yet.
+        situ_beta, situ_linear_beta (`float`, *optional*): With `hidden_act="situ"` (Kimi K3), the bounds of the gate
+            and of what it gates: `beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)`.
+            None: 1 for the gate, no bound for the other.
+        routed_expert_hidden_size (`int`, *optional*): Width of the latent in which the routed experts work (Kimi K3);
+            None: the hidden size, no latent.
+        latent_moe_use_norm (`bool`): Whether the experts' sum is normalised before it leaves that latent.
+        packed_experts (`bool`): Whether the routed experts stay in memory as they are in a Kimi K3 checkpoint, in
+            MXFP4 (4.25 bits a number, not trainable), and are decoded where they are used.
+        attn_res_block_size (`int`, *optional*): Decoder layers in a block of attention residuals (Kimi K3; arXiv
+            2603.15031 counts attention and MLP apart, so twice as many). None: ordinary residuals.
 
     Raises:
         ValueError: fields that contradict each other, unknown names close to a field's name, another model's config.
-        NotImplementedError: a part of Kimi K3 that is not built yet.
     """
 
     model_type = "kda_hybrid"
@@ -126,6 +152,7 @@ class KdaHybridConfig(PreTrainedConfig):
     linear_conv_kernel_dim: int = 4
     linear_gate_lower_bound: float | None = None
     linear_output_gate_rank: int | None = None
+    linear_output_gate_bias: bool = False
 
     num_attention_heads: int = 8
     q_lora_rank: int | None = None
@@ -153,16 +180,21 @@ class KdaHybridConfig(PreTrainedConfig):
     situ_linear_beta: float | None = None
     routed_expert_hidden_size: int | None = None
     latent_moe_use_norm: bool = False
+    packed_experts: bool = False
     attn_res_block_size: int | None = None
 
     def __post_init__(self, **kwargs):
         model_type = kwargs.pop("model_type", self.model_type)
+        if model_type == "kimi_k3":
+            model_type, kwargs = self._open_composite(kwargs)
         if model_type == "kimi_linear":
             kwargs = self._read_released(kwargs)
+        elif model_type == "kda":
+            kwargs = self._read_fla(kwargs)
         elif model_type != self.model_type:
             raise ValueError(
-                f"`model_type` is {model_type!r}, but KdaHybridConfig reads 'kda_hybrid' and 'kimi_linear' only. "
-                "Load other models through `transformers.AutoConfig`."
+                f"`model_type` is {model_type!r}, but KdaHybridConfig reads 'kda_hybrid', 'kimi_linear', 'kimi_k3' "
+                "and 'kda' only. Load other models through `transformers.AutoConfig`."
             )
         fields = self.__dataclass_fields__
         for name in kwargs:
@@ -177,6 +209,18 @@ class KdaHybridConfig(PreTrainedConfig):
             self.mlp_layer_types = [MLP_TYPES[bool(self.num_experts and i)] for i in range(self.num_hidden_layers)]
         super().__post_init__(**kwargs)
         self.check()
+
+    def _open_composite(self, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Takes the text model out of a Kimi K3 `config.json`; what belongs to its images stays behind."""
+        text = given.get("text_config")
+        if not isinstance(text, dict):
+            raise ValueError("a `config.json` of `model_type` 'kimi_k3' needs a `text_config`; this one has none.")
+        # A release writes every default of the library that saved it; those are no fields of a model.
+        for name in (*KdaHybridConfig.__annotations__, "dtype"):
+            if name in text:
+                setattr(self, name, text[name])
+        known = (*RELEASED_NAMES, *RELEASED_CONSTANTS, *RELEASED_IGNORED, *RELEASED_STRUCTURE, "quantization_config")
+        return text.get("model_type", "kimi_linear"), {name: text[name] for name in known if name in text}
 
     def _read_released(self, given: dict[str, Any]) -> dict[str, Any]:
         """Takes the fields of a released `config.json` that have other names here; returns what is left of `given`."""
@@ -212,15 +256,31 @@ class KdaHybridConfig(PreTrainedConfig):
             raise ValueError(f"`linear_attn_config` has unknown keys {sorted(linear)}; nothing reads them.")
         return given
 
+    def _read_fla(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Takes the fields of the `config.json` of a flash-linear-attention `KDAForCausalLM`: KDA layers only."""
+        given = {**FLA_DEFAULTS, **given, "hidden_act": self.hidden_act}
+        for name, allowed in FLA_CONSTANTS.items():
+            heads = (given["num_heads"],) if name == "num_v_heads" else ()
+            if (value := given.pop(name, allowed[0])) not in (*allowed, *heads):
+                raise ValueError(f"`{name}` is {value!r}; of fla's KDA, {allowed[0]!r} alone can be read.")
+        sublayers = given.get("attnres_block_size")
+        if sublayers is not None and sublayers % 2:
+            raise ValueError(
+                f"`attnres_block_size` is {sublayers}; blocks of whole layers, of an even number, are read."
+            )
+        self.attn_res_block_size = None if sublayers is None else sublayers // 2
+        if self.intermediate_size is None:
+            width = int(self.hidden_size * (given.get("hidden_ratio") or 4) * 2 / 3)
+            self.intermediate_size = -(-width // 256) * 256
+        for name, ours in FLA_NAMES.items():
+            setattr(self, ours, given.pop(name, None))
+        self.hidden_act, self.num_experts = "silu", None
+        self.layer_types = [LAYER_TYPES[0]] * self.num_hidden_layers
+        self.linear_output_gate_rank, self.linear_output_gate_bias = self.linear_head_dim, True
+        return {name: value for name, value in given.items() if name not in FLA_IGNORED}
+
     def check(self) -> None:
         """Raises if the fields contradict each other. Runs when the config, and a model from it, are built."""
-        for name, built in NOT_BUILT.items():
-            if getattr(self, name) != built:
-                raise NotImplementedError(
-                    f"`{name}` = {getattr(self, name)!r} is not built yet; leave it at {built!r}."
-                )
-        if self.hidden_act == "situ":
-            raise NotImplementedError("`hidden_act` = 'situ' is not built yet; use an activation of transformers.")
         for name in ("layer_types", "mlp_layer_types"):
             types, allowed = getattr(self, name), LAYER_TYPES if name == "layer_types" else MLP_TYPES
             if len(types) != self.num_hidden_layers:
@@ -236,7 +296,8 @@ class KdaHybridConfig(PreTrainedConfig):
             "linear_num_heads", "linear_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
             "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
         ]  # fmt: skip
-        positive += [name for name in ("q_lora_rank", "linear_output_gate_rank") if getattr(self, name) is not None]
+        optional = ("q_lora_rank", "linear_output_gate_rank", "routed_expert_hidden_size", "attn_res_block_size")
+        positive += [name for name in optional if getattr(self, name) is not None]
         if "sparse" in self.mlp_layer_types:
             positive += ["num_experts", "moe_intermediate_size", "num_experts_per_tok", "n_group", "topk_group"]
         for name in positive:
@@ -256,6 +317,17 @@ class KdaHybridConfig(PreTrainedConfig):
                 f"`linear_gate_lower_bound` bounds a log decay, so it must be below 0 (Kimi K3: -5.0) or None, "
                 f"got {self.linear_gate_lower_bound!r}."
             )
+        for name in ("situ_beta", "situ_linear_beta"):
+            value = getattr(self, name)
+            if value is not None and (self.hidden_act != "situ" or value < 0):
+                raise ValueError(
+                    f"`{name}` ({value!r}) bounds the activation 'situ' and must be positive or None; `hidden_act` is "
+                    f"{self.hidden_act!r}."
+                )
+        if self.linear_output_gate_bias and self.linear_output_gate_rank is None:
+            raise ValueError("`linear_output_gate_bias` needs a low-rank gate: set `linear_output_gate_rank`.")
+        if self.latent_moe_use_norm and self.routed_expert_hidden_size is None:
+            raise ValueError("`latent_moe_use_norm` needs a latent: set `routed_expert_hidden_size`.")
         if "sparse" in self.mlp_layer_types:
             self._check_experts()
         for name in ("pad_token_id", "bos_token_id"):
@@ -279,6 +351,15 @@ class KdaHybridConfig(PreTrainedConfig):
                 f"a group is scored by its two best experts, but `num_experts` / `n_group` leaves "
                 f"{self.num_experts // self.n_group} in each; use fewer groups."
             )
+
+        odd = [width for width in (self.moe_intermediate_size, self.routed_width) if width % 32]
+        if self.packed_experts and odd:
+            raise ValueError(f"`packed_experts` needs experts of widths that are multiples of 32, not {odd}.")
+
+    @property
+    def routed_width(self) -> int:
+        """Width of what the routed experts read and write."""
+        return self.routed_expert_hidden_size or self.hidden_size
 
     @property
     def qk_head_dim(self) -> int:

@@ -66,7 +66,7 @@ class KimiDeltaAttention(nn.Module):
             self.g_proj = nn.Linear(hidden, values, bias=False)
         else:
             self.g_a_proj = nn.Linear(hidden, config.linear_output_gate_rank, bias=False)
-            self.g_b_proj = nn.Linear(config.linear_output_gate_rank, values, bias=False)
+            self.g_b_proj = nn.Linear(config.linear_output_gate_rank, values, bias=config.linear_output_gate_bias)
         self.full_rank_gate = config.linear_output_gate_rank is None
         self.o_norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(values, hidden, bias=False)

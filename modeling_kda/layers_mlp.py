@@ -1,6 +1,7 @@
-"""RMSNorm, the gated MLP, and the mixture of experts.
+"""RMSNorm, the gated MLP and its activations, and the mixture of experts.
 
-Legend: X tokens of all rows, D hidden size, I width of an expert, E experts, A experts a token uses.
+Legend: X tokens of all rows, D hidden size, L width in which the routed experts work (D if there is no latent), I
+width of an expert, E experts, A experts a token uses.
 """
 
 import torch
@@ -11,6 +12,7 @@ from transformers.integrations import use_experts_implementation
 
 from .configuration_kda_hybrid import KdaHybridConfig
 from .ops_reference import wide, without_autocast
+from .weights_mxfp4 import BLOCK, decode
 
 
 class RMSNorm(nn.Module):
@@ -25,18 +27,58 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide(x), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
 
+class SiTU(torch.autograd.Function):
+    """`beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)`, the activation of Kimi K3.
+
+    Both factors are bounded. In float32 inside; keeps its two inputs only and computes the rest again on the way back.
+    """
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.betas = beta, linear_beta
+        g, u = wide(gate), wide(up)
+        u = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
+        return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * u).to(gate.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gate, up), (beta, linear_beta) = ctx.saved_tensors, ctx.betas
+        g, u, d = wide(gate), wide(up), wide(grad)
+        bend, open_ = torch.tanh(g / beta), torch.sigmoid(g)
+        slope = open_ * ((1 - bend.square()) + beta * bend * (1 - open_))
+        line = None if linear_beta is None else torch.tanh(u / linear_beta)
+        to_gate = d * slope * (u if line is None else linear_beta * line)
+        to_up = d * (beta * bend * open_) * (1 if line is None else 1 - line.square())
+        return to_gate.to(gate.dtype), to_up.to(up.dtype), None, None
+
+
+class GatedActivation(nn.Module):
+    """`act(gate) * up`, or SiTU of both."""
+
+    def __init__(self, config: KdaHybridConfig):
+        super().__init__()
+        self.situ = config.hidden_act == "situ"
+        self.betas = (config.situ_beta or 1.0, config.situ_linear_beta or None)  # 0 is none, as released
+        self.act_fn = None if self.situ else ACT2FN[config.hidden_act]
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return SiTU.apply(gate, up, *self.betas) if self.situ else self.act_fn(gate) * up
+
+
 class GatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))`."""
+    """`down(activation(gate(x), up(x)))`."""
 
     def __init__(self, config: KdaHybridConfig, width: int):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.act_fn = ACT2FN[config.hidden_act]
+        self.activation = GatedActivation(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
 
 
 class Router(nn.Module):
@@ -59,17 +101,33 @@ class Router(nn.Module):
             logits = F.linear(wide(x), self.weight.to(wide(x).dtype))
         scores = logits.sigmoid()
         biased = scores + self.e_score_correction_bias.float()
-        choice = biased
+        experts = self.choose(biased)
+        weights = (biased if config.router_weights_use_bias else scores).gather(-1, experts)
+        if config.norm_topk_prob and config.num_experts_per_tok > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # 1e-20: as released, against all zeros
+        return logits, weights * config.routed_scaling_factor, experts
+
+    def choose(self, biased: Tensor) -> Tensor:
+        """Biased scores `[X, E]` to the best experts' numbers `[X, A]`, of the best groups if there are groups."""
+        config, choice = self.config, biased
         if config.topk_group < config.n_group:
             groups = choice.unflatten(-1, (config.n_group, -1))  # [X, groups, E / groups]
             best = groups.topk(2, -1).values.sum(-1).topk(config.topk_group, -1, sorted=False).indices
             open_ = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
             choice = groups.masked_fill(~open_.unsqueeze(-1), float("-inf")).flatten(-2)
-        experts = choice.topk(config.num_experts_per_tok, -1).indices
-        weights = (biased if config.router_weights_use_bias else scores).gather(-1, experts)
-        if config.norm_topk_prob and config.num_experts_per_tok > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # 1e-20: as released, against all zeros
-        return logits, weights * config.routed_scaling_factor, experts
+        return choice.topk(config.num_experts_per_tok, -1).indices
+
+
+def one_by_one(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Expert by expert, each over its tokens, added in float32. `[X, L]`, `[X, A]`, `[X, A]` to `[X, L]`."""
+    total = torch.zeros_like(wide(hidden_states))
+    for number in top_k_index.unique().tolist():
+        if number >= experts.num_experts:  # a slot that another device serves
+            continue
+        token, slot = (top_k_index == number).nonzero(as_tuple=True)
+        out = experts.expert(number, hidden_states[token])
+        total.index_add_(0, token, wide(out) * top_k_weights[token, slot, None])
+    return total.to(hidden_states.dtype)
 
 
 @use_experts_implementation
@@ -78,23 +136,23 @@ class Experts(nn.Module):
 
     def __init__(self, config: KdaHybridConfig):
         super().__init__()
-        experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        experts, latent, width = config.num_experts, config.routed_width, config.moe_intermediate_size
         self.num_experts = experts
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
-        self.act_fn = ACT2FN[config.hidden_act]
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, latent))
+        self.down_proj = nn.Parameter(torch.empty(experts, latent, width))
+        self.activation = GatedActivation(config)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`experts_implementation="eager"`: expert by expert. `[X, D]`, `[X, A]`, `[X, A]` to `[X, D]`."""
-        total = torch.zeros_like(wide(hidden_states))
-        for number in top_k_index.unique().tolist():
-            if number >= self.num_experts:  # a slot that another device serves
-                continue
-            token, slot = (top_k_index == number).nonzero(as_tuple=True)
-            gate, up = F.linear(hidden_states[token], self.gate_up_proj[number]).chunk(2, -1)
-            out = F.linear(self.act_fn(gate) * up, self.down_proj[number])
-            total.index_add_(0, token, wide(out) * top_k_weights[token, slot, None])
-        return total.to(hidden_states.dtype)
+        """`experts_implementation="eager"`."""
+        return one_by_one(self, hidden_states, top_k_index, top_k_weights)
+
+    def expert(self, number: int, x: Tensor) -> Tensor:
+        """One expert, unweighted: `[X, L]` to the same."""
+        return F.linear(self._apply_gate(F.linear(x, self.gate_up_proj[number])), self.down_proj[number])
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        """transformers' implementations call it."""
+        return self.activation(*gate_up.chunk(2, -1))
 
     # transformers reads `self.config._experts_implementation` at every call; this is its way to the next property.
     @property
@@ -113,13 +171,68 @@ class Experts(nn.Module):
         return name if fits or name != "grouped_mm" else "eager"
 
 
+class _PackedLinear(torch.autograd.Function):
+    """`x @ decode(packed, scale).T`; the decoded weight lives no longer than the product, on the way back too."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(packed, scale)
+        return F.linear(x, decode(packed, scale, x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ decode(*ctx.saved_tensors, grad.dtype), None, None
+
+
+class PackedExperts(nn.Module):
+    """`Experts` in MXFP4, as a Kimi K3 checkpoint holds them. An expert is decoded when tokens come to it.
+
+    The weights do not train; gradients pass through to what is before them.
+    """
+
+    def __init__(self, config: KdaHybridConfig):
+        super().__init__()
+        experts, latent, width = config.num_experts, config.routed_width, config.moe_intermediate_size
+        self.num_experts = experts
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(experts, *shape, dtype=torch.uint8), requires_grad=False)
+
+        self.gate_up_proj, self.gate_up_proj_scale = empty(2 * width, latent // 2), empty(2 * width, latent // BLOCK)
+        self.down_proj, self.down_proj_scale = empty(latent, width // 2), empty(latent, width // BLOCK)
+        self.activation = GatedActivation(config)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As `Experts`, `experts_implementation="eager"`."""
+        return one_by_one(self, hidden_states, top_k_index, top_k_weights)
+
+    def expert(self, number: int, x: Tensor) -> Tensor:
+        """One expert, unweighted: `[X, L]` to the same."""
+        x = _PackedLinear.apply(x, self.gate_up_proj[number], self.gate_up_proj_scale[number])
+        return _PackedLinear.apply(
+            self.activation(*x.chunk(2, -1)), self.down_proj[number], self.down_proj_scale[number]
+        )
+
+
 class SparseMLP(nn.Module):
-    """A mixture of experts: the routed ones of each token, and shared ones that see every token."""
+    """A mixture of experts: the routed ones of each token, and shared ones that see every token.
+
+    In Kimi K3 the routed ones work in a latent: their input is projected down, their weighted sum normalised and
+    projected up. The router and the shared ones see the full width.
+    """
 
     def __init__(self, config: KdaHybridConfig):
         super().__init__()
         self.gate = Router(config)
-        self.experts = Experts(config)
+        self.experts = (PackedExperts if config.packed_experts else Experts)(config)
+        self.latent = config.routed_expert_hidden_size is not None
+        if self.latent:
+            self.routed_expert_down_proj = nn.Linear(config.hidden_size, config.routed_width, bias=False)
+            self.routed_expert_up_proj = nn.Linear(config.routed_width, config.hidden_size, bias=False)
+        self.routed_expert_norm = (
+            RMSNorm(config.routed_width, config.rms_norm_eps) if config.latent_moe_use_norm else None
+        )
         self.shared_experts = (
             GatedMLP(config, config.n_shared_experts * config.moe_intermediate_size)
             if config.n_shared_experts
@@ -130,5 +243,10 @@ class SparseMLP(nn.Module):
         """`[B, T, D]` to the same, and the router logits `[B * T, E]`."""
         flat = x.flatten(0, 1)
         logits, weights, experts = self.gate(flat)
-        y = self.experts(flat, experts, weights).view_as(x)
+        y = self.experts(self.routed_expert_down_proj(flat) if self.latent else flat, experts, weights)
+        if self.routed_expert_norm is not None:
+            y = self.routed_expert_norm(y)
+        if self.latent:
+            y = self.routed_expert_up_proj(y)
+        y = y.view_as(x)
         return (y if self.shared_experts is None else y + self.shared_experts(x)), logits

@@ -3,6 +3,7 @@
 Legend: B batch, T tokens, D hidden size.
 """
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel, initialization
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import logging
@@ -18,47 +19,79 @@ from transformers.utils import logging
 from .cache_kda_hybrid import KdaHybridCache
 from .compat_transformers import CACHE_NAME, one_cache
 from .configuration_kda_hybrid import KdaHybridConfig
+from .layers_attnres import MixWeight, mix
 from .layers_context import ForwardContext
 from .layers_kda import GatedRMSNorm, KimiDeltaAttention
 from .layers_mla import MultiHeadLatentAttention
 from .layers_mlp import Experts, GatedMLP, RMSNorm, Router, SparseMLP
+from .weights_kda import VISION_PREFIXES, is_mxfp4
 
 
 logger = logging.get_logger(__name__)
 
 # A rounded decay rate or router score changes what is remembered, or which experts run.
-FLOAT32 = ("A_log", "dt_bias", "o_norm.weight", "mlp.gate.weight", "e_score_correction_bias")
+FLOAT32 = (
+    "A_log",
+    "dt_bias",
+    "q_conv1d.weight",
+    "k_conv1d.weight",
+    "v_conv1d.weight",
+    "o_norm.weight",
+    "mlp.gate.weight",
+    "e_score_correction_bias",
+)
 
 
 class KdaHybridDecoderLayer(GradientCheckpointingLayer):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`. With attention residuals, both read a mixture, not x."""
 
     def __init__(self, config: KdaHybridConfig, layer_idx: int):
         super().__init__()
+        hidden, self.eps = config.hidden_size, config.rms_norm_eps
         self.linear = config.layer_types[layer_idx] == "linear_attention"
         self.self_attn = (KimiDeltaAttention if self.linear else MultiHeadLatentAttention)(config, layer_idx)
         self.sparse = config.mlp_layer_types[layer_idx] == "sparse"
         self.mlp = SparseMLP(config) if self.sparse else GatedMLP(config, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(hidden, self.eps)
+        self.post_attention_layernorm = RMSNorm(hidden, self.eps)
+        self.mixes = config.attn_res_block_size is not None
+        self.starts_block = self.mixes and layer_idx % config.attn_res_block_size == 0
+        if self.mixes:
+            self.self_attention_res_norm, self.self_attention_res_proj = MixWeight(hidden), MixWeight(1, hidden)
+            self.mlp_res_norm, self.mlp_res_proj = MixWeight(hidden), MixWeight(1, hidden)
 
     def forward(
-        self, hidden_states: Tensor, context: ForwardContext, cache: KdaHybridCache | None = None
+        self, hidden_states: Tensor, context: ForwardContext, cache: KdaHybridCache | None = None, *blocks: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`[B, T, D]` to the same, the attention weights (None for KDA) and the router logits (None if dense)."""
+        """`[B, T, D]` to the same, the attention weights (None for KDA) and the router logits (None if dense).
+
+        Args:
+            blocks: with attention residuals, the embeddings and the sums of the finished blocks; `hidden_states` is
+                then the sum of the present block, or of the last one if this layer starts one.
+        """
         context = context.to(hidden_states.device)
-        x, weights, logits = self.input_layernorm(hidden_states), None, None
+        total, weights, logits = hidden_states, None, None
+        x = self._mixed(blocks, total, "self_attention")
+        if self.starts_block:
+            blocks, total = (*blocks, total), None
+        x = self.input_layernorm(x)
         if self.linear:
             x = self.self_attn(x, context, cache)
         else:
             x, weights = self.self_attn(x, context, cache)
-        hidden_states = hidden_states + x
-        x = self.post_attention_layernorm(hidden_states)
+        total = x if total is None else total + x
+        x = self.post_attention_layernorm(self._mixed(blocks, total, "mlp"))
         if self.sparse:
             x, logits = self.mlp(x)
         else:
             x = self.mlp(x)
-        return hidden_states + x, weights, logits
+        return total + x, weights, logits
+
+    def _mixed(self, blocks: tuple[Tensor, ...], total: Tensor, reader: str) -> Tensor:
+        if not self.mixes:
+            return total
+        norm, query = getattr(self, f"{reader}_res_norm"), getattr(self, f"{reader}_res_proj")
+        return mix((*blocks, total), norm, query, self.eps)
 
 
 class KdaHybridPreTrainedModel(PreTrainedModel):
@@ -106,25 +139,55 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
             initialization.zeros_(module.e_score_correction_bias)
         elif isinstance(module, (RMSNorm, GatedRMSNorm)):
             initialization.ones_(module.weight)
+        elif isinstance(module, MixWeight):
+            # A query of zeros weighs all candidates alike (Attention Residuals, arXiv 2603.15031).
+            initialization.constant_(module.weight, 1.0 if module.weight.ndim == 1 else 0.0)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in transformers, for our checkpoints, released Kimi-Linear ones and transformers' `kimi_linear` ones.
+    def from_pretrained(
+        cls, name_or_path: Any, *args: Any, config: Any = None, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As in transformers, for our checkpoints and, as they are, for released Kimi-Linear and Kimi K3 ones (of K3
+        the text model), for transformers' `kimi_linear` and flash-linear-attention's `kda`.
+
+        A field of the config may be given as an argument. `packed_experts=True` keeps experts that the checkpoint has
+        in MXFP4 as they are; otherwise they are decoded, exactly.
 
         Raises:
             ValueError: a parameter that no tensor of the checkpoint fills, a tensor that nothing takes or that has
                 another shape, a file that is cut off. A head that the checkpoint does not have (`score`), or that this
-                class does not have (`lm_head`), is no error.
+                class does not have (`lm_head`), is no error, nor are the tensors of K3's images: they are named.
         """
         mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        if not isinstance(config, PreTrainedConfig):
+            config = _read_config(config or name_or_path, kwargs)
+        packing = getattr(config, "quantization_config", None)
+        if config is not None and (is_mxfp4(packing) or config.packed_experts):
+            if config.packed_experts and not is_mxfp4(packing):
+                raise ValueError("`packed_experts` is for checkpoints with experts in MXFP4; this one has none.")
+            # Hidden from transformers, which would hand the whole model to a quantizer.
+            config = copy.deepcopy(config)
+            del config.quantization_config
         try:
             model, info = super().from_pretrained(
-                *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+                name_or_path,
+                *args,
+                config=config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **kwargs,
             )
         except SafetensorError as error:
-            raise ValueError(f"{_damaged(args[0]) or args[0]}: not a whole safetensors file ({error}).") from error
+            path = _damaged(name_or_path) or name_or_path
+            raise ValueError(f"{path}: not a whole safetensors file ({error}).") from error
+        if model.config.packed_experts:
+            model.config.quantization_config = packing
         missing = sorted(key for key in info["missing_keys"] if not key.startswith("score."))
         extra = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "score.")))
+        vision = [key for key in extra if key.startswith(VISION_PREFIXES)]
+        if vision:
+            logger.warning(f"this is a model of text: left out {len(vision)} tensors of images: {_listed(vision, 4)}.")
+            extra = [key for key in extra if key not in vision]
         shapes = [] if mismatch else [f"{key} {tuple(a)} for {tuple(b)}" for key, a, b in info["mismatched_keys"]]
         if missing or extra or shapes:
             raise ValueError(
@@ -137,10 +200,30 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """As in transformers, under the names of this model's parameters, whatever it was loaded from.
 
-        So `Trainer` finds every tensor again when it resumes. `save_original_format=True` writes the layout that the
-        weights were loaded from.
+        So `Trainer` finds every tensor again when it resumes. `save_original_format=True` writes the names that the
+        weights were loaded from. A whole released checkpoint is what the tools in `conversion/` write.
         """
+        if save_original_format and self.config.packed_experts:
+            raise NotImplementedError(
+                "`save_original_format` is not built for packed experts; save without it, then run "
+                "`python -m conversion to-kimi-k3` on the folder."
+            )
         super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+
+
+def _read_config(source: Any, kwargs: dict[str, Any]) -> KdaHybridConfig | None:
+    """The config of a checkpoint, with those of `kwargs` that are fields of it taken out. None for a folder that has
+    none, such as an adapter's: transformers finds the one of its base model."""
+    fields = KdaHybridConfig.__annotations__
+    changes = {name: kwargs.pop(name) for name in fields.keys() & kwargs.keys()}
+    hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+    try:
+        return KdaHybridConfig.from_pretrained(
+            source, **changes, **{name: kwargs[name] for name in hub if name in kwargs}
+        )
+    except OSError:
+        kwargs.update(changes)
+        return None
 
 
 def _damaged(folder: Any) -> str:
@@ -167,6 +250,9 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(KdaHybridDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.attn_res_block_size is not None:
+            self.output_attn_res_norm = MixWeight(config.hidden_size)
+            self.output_attn_res_proj = MixWeight(1, config.hidden_size)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -195,6 +281,7 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
             cache, past_key_values: two names of the memory of what came before; it moves on in place.
             use_cache: whether to make a cache and return it. Default: the config's, but not in training.
             output_hidden_states: whether to return the embeddings and each layer's output (the last one normalised).
+                With attention residuals that output is the present block's sum, and the last one the final mixture.
             output_attentions: whether to return attention weights; None for linear layers and for kernels without any.
             output_router_logits: whether to return router logits `[B * T, experts]` of the sparse layers.
             return_dict: False: a tuple of what is not None.
@@ -244,12 +331,18 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
                 ("output_router_logits", output_router_logits),
             )
         }
-        hidden_states, states, attentions, routers = inputs_embeds, [], [], []
+        hidden_states, blocks, states, attentions, routers = inputs_embeds, (), [], [], []
         for layer in self.layers:
             states.append(hidden_states)
-            hidden_states, weights, logits = layer(hidden_states, context, cache)
+            before = hidden_states
+            hidden_states, weights, logits = layer(hidden_states, context, cache, *blocks)
+            blocks = (*blocks, before) if layer.starts_block else blocks
             attentions.append(weights)
             routers += [] if logits is None else [logits]
+        if blocks:
+            hidden_states = mix(
+                (*blocks, hidden_states), self.output_attn_res_norm, self.output_attn_res_proj, self.norm.eps
+            )
         hidden_states = self.norm(hidden_states)
         output = MoeModelOutputWithPast(
             last_hidden_state=hidden_states,

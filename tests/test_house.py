@@ -19,8 +19,16 @@ ALLOWED = {
     "ops_torch": ["ops_reference"],
     "ops_kda": ["ops_*"],
     "cache_kda_hybrid": ["configuration_kda_hybrid", "ops_reference", "compat_transformers"],
-    "layers_*": ["configuration_kda_hybrid", "cache_kda_hybrid", "ops_kda", "ops_reference", "layers_*"],
-    "weights_kda": ["configuration_kda_hybrid"],
+    "layers_*": [
+        "configuration_kda_hybrid",
+        "cache_kda_hybrid",
+        "ops_kda",
+        "ops_reference",
+        "layers_*",
+        "weights_mxfp4",
+    ],
+    "weights_mxfp4": [],
+    "weights_kda": ["configuration_kda_hybrid", "weights_mxfp4"],
     "compat_transformers": [],
     "modeling_kda_hybrid": [
         "configuration_kda_hybrid",
@@ -76,7 +84,7 @@ def test_optional_packages_are_imported_inside_functions(module):
 
 
 def test_layers_import_no_layer_above_them():
-    order = ["layers_context", "layers_mlp", "layers_kda", "layers_mla"]
+    order = ["layers_context", "layers_attnres", "layers_mlp", "layers_kda", "layers_mla"]
     assert sorted(order) == [name for name in MODULES if name.startswith("layers_")]
     for module in order:
         for name, relative, _ in imports(module):

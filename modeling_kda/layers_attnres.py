@@ -1,0 +1,91 @@
+"""Attention residuals: a layer reads a learned mixture of the blocks of layers before it, not the sum of all.
+
+Attention Residuals (arXiv 2603.15031), the variant with blocks, as in Kimi K3: the candidates are the embeddings, the
+sums of what the finished blocks wrote, and the sum of what the present block has written so far.
+
+Legend: n candidates, X tokens of all rows, D hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .ops_reference import wide
+
+
+# Numbers of all candidates that are held in float32 at once.
+SLICE_CPU, SLICE_GPU = 2**21, 2**26
+
+
+class MixWeight(nn.Module):
+    """A vector that a mixture reads, of the shape in which it is released."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self) -> Tensor:
+        """`[D]`, float32 or wider."""
+        return wide(self.weight).view(-1)
+
+
+def mix(candidates: tuple[Tensor, ...], norm: MixWeight, query: MixWeight, eps: float) -> Tensor:
+    """`sum_i p_i x_i` with `p = softmax_i(<rmsnorm(x_i) * norm, query>)`, each token for itself, all in float32.
+
+    Args:
+        candidates: `[B, T, D]` each; the last is the present block's sum. One alone is returned unchanged, and its
+            weights get gradients of zero.
+        norm, query: `[D]`.
+        eps: added to the mean of squares.
+    """
+    device = candidates[-1].device
+    weight = (norm().to(device) * query().to(device)).to(wide(candidates[-1]).dtype)
+    return _Mix.apply(weight, eps, *(x.to(device) for x in candidates))
+
+
+def _slices(candidates: tuple[Tensor, ...]):
+    """Views `[X, D]` of the candidates, stacked and widened a few tokens at a time: (the tokens, `[n, X, D]`)."""
+    flat = [x.flatten(0, -2) for x in candidates]
+    size = SLICE_CPU if flat[0].device.type == "cpu" else SLICE_GPU
+    step = max(1, size // (len(flat) * flat[0].shape[-1]))
+    for start in range(0, flat[0].shape[0], step):
+        tokens = slice(start, start + step)
+        yield tokens, wide(torch.stack([x[tokens] for x in flat]))
+
+
+def _weights(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Reciprocal norms, products with the weight, and probabilities: `[n, X, 1]` each."""
+    rate = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    product = (x * weight).sum(-1, keepdim=True)
+    return rate, product, (rate * product).softmax(0)
+
+
+class _Mix(torch.autograd.Function):
+    """Keeps the candidates only, which the layers hold anyway, and computes the rest again on the way back."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, eps: float, *candidates: Tensor) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(weight, *candidates)
+        out = torch.empty_like(candidates[-1])
+        rows = out.view(-1, out.shape[-1])
+        for tokens, x in _slices(candidates):
+            rows[tokens] = (_weights(x, weight, eps)[2] * x).sum(0)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *candidates = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        to_weight = torch.zeros_like(weight)
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in candidates]
+        for tokens, x in _slices(candidates):
+            d = wide(rows[tokens])
+            rate, product, p = _weights(x, weight, ctx.eps)
+            dp = (x * d).sum(-1, keepdim=True)
+            ds = p * (dp - (p * dp).sum(0))  # of the scores
+            to_weight += (ds * rate * x).sum((0, 1))
+            dx = p * d + ds * rate * (weight - rate.square() * (product / x.shape[-1]) * x)
+            for to, one in zip(grads, dx):
+                to.view(-1, to.shape[-1])[tokens] = one
+        return to_weight, None, *grads
