@@ -93,13 +93,14 @@ class Checkpoint:
                     f"Weights there: {', '.join(there) or 'none'}."
                 )
             return {SINGLE: None}
-        shards: dict[str, set[str]] = {}
         places = self._json(INDEX).get("weight_map")
         if not isinstance(places, dict):
             raise ValueError(f"{self.folder / INDEX} has no `weight_map`.")
+        for file in set(map(str, places.values())):
+            if Path(file).name != file or file == "..":
+                raise ValueError(f"{INDEX} names the file {file!r}; only files of its own folder are read.")
+        shards: dict[str, set[str]] = {}
         for name, file in places.items():
-            if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-                raise ValueError(f"{INDEX} puts `{name}` into {file!r}; only files of its own folder are read.")
             shards.setdefault(file, set()).add(name)
         return shards
 

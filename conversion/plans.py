@@ -249,7 +249,7 @@ def to_released(source: Checkpoint, family: str, original: Checkpoint | None = N
 
     quantization = None
     if config.packed_experts or packs:
-        quantization = config.quantization_config if config.packed_experts else None
+        quantization = getattr(config, "quantization_config", None) if config.packed_experts else None
         quantization = quantization or (_quantization(kept) if kept is not None else None) or MXFP4_CONFIG
     fields = released_config(config, family, None if kept is None else kept.config, quantization)
     if family == KIMI_K3 and kept is not None and not vision:

@@ -166,8 +166,8 @@ _KIMI_LINEAR = r"""
 """
 
 # XTML. Attributes are encoded together with their tag here, piece by piece in the release: the pattern cuts at the
-# same places unless a value begins or ends with punctuation. Tool choice and response format, which the release can
-# write after the chat, are not in it.
+# same places unless a value begins or ends with punctuation. Left out is what the release says in sentences of its
+# own: effort of thinking, introduction of tools, tool choice, response format. Its own encoder writes those.
 _KIMI_K3 = r"""
 {%- macro open(tag, attributes=[]) -%}
     {{- '<|open|>' ~ tag -}}
@@ -181,12 +181,6 @@ _KIMI_K3 = r"""
 {%- endmacro -%}
 {%- macro message_of(role, attributes, body) -%}
     {{- open('message', [('role', role)] + attributes) ~ body ~ close('message') ~ '<|end_of_msg|>' -}}
-{%- endmacro -%}
-{%- macro option(type, body) -%}
-    {{- message_of('system', [('type', type)], body) -}}
-{%- endmacro -%}
-{%- macro fenced(value) -%}
-    {{- '```json\n' ~ value | tojson(separators=(',', ':'), sort_keys=true) ~ '\n```' -}}
 {%- endmacro -%}
 {%- macro type_of(value) -%}
     {{- 'boolean' if value is boolean else 'null' if value is none else 'number' if value is number
@@ -209,27 +203,13 @@ _KIMI_K3 = r"""
     {{- close('call') -}}
 {%- endmacro -%}
 {%- set thinking = thinking | default(true) -%}
-{%- set thinking_effort = thinking_effort | default('max') -%}
 {%- set state = namespace(calls=[], answered=0) -%}
 {%- if tools -%}
-    {{- option('tool-declare', '# Tools\nHere are the available tools, described in JSONSchema.\n\n'
-        ~ fenced(tools)) -}}
-{%- endif -%}
-{%- if thinking and thinking_effort is not none -%}
-    {%- if thinking_effort not in ['low', 'medium', 'high', 'max'] -%}
-        {{- raise_exception('thinking_effort is ' ~ thinking_effort ~ ': use low, medium, high or max') -}}
-    {%- endif -%}
-    {{- option('thinking-effort', '`thinking_effort` guides on how much to think in your thinking channel (not '
-        ~ 'including the response channel), supported values include `low`, `medium`, `high`, and `max`.\n'
-        ~ 'Now the system is invoked with `thinking_effort=' ~ thinking_effort ~ '`.') -}}
+    {{- message_of('system', [('type', 'tool-declare')], tools | tojson(separators=(',', ':'), sort_keys=true)) -}}
 {%- endif -%}
 {%- for message in messages -%}
     {%- set named = [('name', message.name)] if message.name else [] -%}
-    {%- if message.role == 'system' and message.tools -%}
-        {{- option('tool-declare', '## New Tools Available\nThe system dynamically extends the toolset via '
-            ~ 'lazy-loading.\nYou have access to all existing and extended tools.\n'
-            ~ 'Here are the specs for the extended tools.\n\n' ~ fenced(message.tools)) -}}
-    {%- elif message.role in ['system', 'user'] -%}
+    {%- if message.role in ['system', 'user'] -%}
         {{- message_of(message.role, named, text(message.content)) -}}
     {%- elif message.role == 'assistant' -%}
         {%- set state.calls = message.tool_calls or [] -%}
@@ -291,8 +271,7 @@ _KIMI_K3 = r"""
 {%- endif -%}
 """
 
-# Variables beside `messages`, `tools` and `add_generation_prompt`, of "kimi_k3" only: `thinking` (default true) and
-# `thinking_effort` (default "max"; None leaves its message out).
+# A variable beside `messages`, `tools` and `add_generation_prompt`, of "kimi_k3" only: `thinking` (default true).
 CHAT_TEMPLATES = {"kimi_linear": _TEXT.lstrip() + _KIMI_LINEAR.strip(), "kimi_k3": _TEXT.lstrip() + _KIMI_K3.strip()}
 
 
@@ -351,13 +330,16 @@ def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | 
     does not depend on what is outside, so every occurrence of `token` is built as it is when encoded alone.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
+    joined = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
     while len(parts) > 2:
-        # The lowest rank first, the leftmost of equals: `min` keeps the first.
-        joined = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
-        at = min(range(len(joined)), key=joined.__getitem__)
+        # The lowest rank first, the leftmost of equals.
+        at = joined.index(min(joined))
         if joined[at] == len(ranks):
             return None
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        del joined[at]
+        for i in range(max(at - 1, 0), min(at + 1, len(joined))):
+            joined[i] = ranks.get(parts[i] + parts[i + 1], len(ranks))
     return parts[0], parts[1]
 
 
@@ -421,7 +403,10 @@ def build_tokenizer(
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 def detect_family(config: dict[str, Any]) -> str:
@@ -486,14 +471,13 @@ def convert(source: Path, target: Path, family: str | None = None, force: bool =
         `target`.
 
     Raises:
-        FileNotFoundError: `source` has no `tiktoken.model`.
-        FileExistsError: A file is there already and `force` is not given. Nothing has been written then.
-        ValueError: The family is unknown, the files contradict each other (`read_ranks`, `build_tokenizer`), or what
-            was written does not load and decode as it should.
+        ValueError: `source` has no `tiktoken.model`, the family is unknown, the files contradict each other
+            (`read_ranks`, `build_tokenizer`), or a file is there already and `force` is not given: nothing has been
+            written then. Also if what was written does not load and decode as it should.
     """
     source, target = Path(source), Path(target)
     if not (source / RANKS_FILE).is_file():
-        raise FileNotFoundError(f"{source} has no {RANKS_FILE}")
+        raise ValueError(f"{source} has no {RANKS_FILE}, the vocabulary of a Kimi release")
     config, settings = _read_json(source / "config.json"), _read_json(source / "tokenizer_config.json")
     if family is None:
         family = detect_family(config)
@@ -535,7 +519,7 @@ def convert(source: Path, target: Path, family: str | None = None, force: bool =
             written.remove(Path(TEMPLATE_FILE))  # it is there
         present = [str(name) for name in written if (target / name).exists()]
         if present and not force:
-            raise FileExistsError(f"{target} already has {', '.join(present)}; use `force` (--force) to overwrite")
+            raise ValueError(f"{target} has {', '.join(present)}; nothing is overwritten without `force` (--force)")
         for name in written:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(Path(folder) / name, target / name)

@@ -6,6 +6,8 @@ sums of what the finished blocks wrote, and the sum of what the present block ha
 Legend: n candidates, X tokens of all rows, D hidden size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -63,7 +65,7 @@ class _Mix(torch.autograd.Function):
     """Keeps the candidates only, which the layers hold anyway, and computes the rest again on the way back."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, eps: float, *candidates: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, eps: float, *candidates: Tensor) -> Tensor:
         ctx.eps = eps
         ctx.save_for_backward(weight, *candidates)
         out = torch.empty_like(candidates[-1])
@@ -74,7 +76,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *candidates = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         to_weight = torch.zeros_like(weight)

@@ -4,6 +4,8 @@ Legend: X tokens of all rows, D hidden size, L width in which the routed experts
 width of an expert, E experts, A experts a token uses.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ class SiTU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.betas = beta, linear_beta
         g, u = wide(gate), wide(up)
@@ -43,7 +45,7 @@ class SiTU(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gate, up), (beta, linear_beta) = ctx.saved_tensors, ctx.betas
         g, u, d = wide(gate), wide(up), wide(grad)
         bend, open_ = torch.tanh(g / beta), torch.sigmoid(g)
@@ -175,13 +177,13 @@ class _PackedLinear(torch.autograd.Function):
     """`x @ decode(packed, scale).T`; the decoded weight lives no longer than the product, on the way back too."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(packed, scale)
         return F.linear(x, decode(packed, scale, x.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad @ decode(*ctx.saved_tensors, grad.dtype), None, None
 
 

@@ -162,9 +162,7 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
         if not isinstance(config, PreTrainedConfig):
             config = _read_config(config or name_or_path, kwargs)
         packing = getattr(config, "quantization_config", None)
-        if config is not None and (is_mxfp4(packing) or config.packed_experts):
-            if config.packed_experts and not is_mxfp4(packing):
-                raise ValueError("`packed_experts` is for checkpoints with experts in MXFP4; this one has none.")
+        if is_mxfp4(packing):
             # Hidden from transformers, which would hand the whole model to a quantizer.
             config = copy.deepcopy(config)
             del config.quantization_config
@@ -180,7 +178,7 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
         except SafetensorError as error:
             path = _damaged(name_or_path) or name_or_path
             raise ValueError(f"{path}: not a whole safetensors file ({error}).") from error
-        if model.config.packed_experts:
+        if is_mxfp4(packing) and model.config.packed_experts:
             model.config.quantization_config = packing
         missing = sorted(key for key in info["missing_keys"] if not key.startswith("score."))
         extra = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "score.")))
@@ -218,12 +216,21 @@ def _read_config(source: Any, kwargs: dict[str, Any]) -> KdaHybridConfig | None:
     changes = {name: kwargs.pop(name) for name in fields.keys() & kwargs.keys()}
     hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
     try:
-        return KdaHybridConfig.from_pretrained(
-            source, **changes, **{name: kwargs[name] for name in hub if name in kwargs}
-        )
+        config = KdaHybridConfig.from_pretrained(source, **{name: kwargs[name] for name in hub if name in kwargs})
     except OSError:
         kwargs.update(changes)
         return None
+    packed = changes.get("packed_experts", config.packed_experts)
+    if packed and not config.packed_experts and not is_mxfp4(getattr(config, "quantization_config", None)):
+        raise ValueError("`packed_experts` is for checkpoints with experts in MXFP4, and this one has none.")
+    if config.packed_experts and not packed:
+        raise ValueError(
+            "this checkpoint's experts are packed. To have them decoded, load the release that it was made from, or "
+            "run `python -m conversion to-kimi-k3`, then `to-kda-hybrid --unpack`."
+        )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
 
 
 def _damaged(folder: Any) -> str:

@@ -1,6 +1,7 @@
 """Checkpoint key tables: how released tensors are named and shaped, and which of ours they become."""
 
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -247,6 +248,7 @@ def conversions() -> list[WeightTransform]:
     ]
 
 
+@cache
 def our_name(name: str) -> str:
     """What a tensor of any layout that `conversions` reads is called here. Experts keep a release's names."""
     for conversion in _RENAMINGS:
