@@ -17,6 +17,7 @@ from modeling_kda.weights_kda import (
     VISION_PREFIXES,
     expert_of,
     head_rates,
+    head_rates_length,
     is_mxfp4,
     our_name,
     released_config,
@@ -224,7 +225,7 @@ def to_released(source: Checkpoint, family: str, original: Checkpoint | None = N
         kept = Checkpoint(source.folder / KEPT)
     if kept is not None and kept.config.get("model_type") != family:
         kept = None  # of the other family
-    length = max(config.linear_num_heads, config.linear_head_dim)  # Kimi K3: 128 numbers, 96 heads of 128
+    length = head_rates_length(config)
     if kept is not None:
         a_logs = [spec.numel for name, spec in kept.specs.items() if name.endswith(".A_log")]
         length = max(a_logs, default=int(kept.metadata.get("A_log", length)))

@@ -6,6 +6,7 @@ sums of what the finished blocks wrote, and the sum of what the present block ha
 Legend: n candidates, X tokens of all rows, D hidden size.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def mix(candidates: tuple[Tensor, ...], norm: MixWeight, query: MixWeight, eps: 
     return _Mix.apply(weight, eps, *(x.to(device) for x in candidates))
 
 
-def _slices(candidates: tuple[Tensor, ...]):
+def _slices(candidates: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     """Views `[X, D]` of the candidates, stacked and widened a few tokens at a time: (the tokens, `[n, X, D]`)."""
     flat = [x.flatten(0, -2) for x in candidates]
     size = SLICE_CPU if flat[0].device.type == "cpu" else SLICE_GPU
@@ -65,13 +66,13 @@ class _Mix(torch.autograd.Function):
     """Keeps the candidates only, which the layers hold anyway, and computes the rest again on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, eps: float, *candidates: Tensor) -> Tensor:
-        ctx.eps = eps
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        weight, ctx.eps, *candidates = inputs
         ctx.save_for_backward(weight, *candidates)
-        out = torch.empty_like(candidates[-1])
+        out = torch.empty_like(candidates[-1], memory_format=torch.contiguous_format)
         rows = out.view(-1, out.shape[-1])
         for tokens, x in _slices(candidates):
-            rows[tokens] = (_weights(x, weight, eps)[2] * x).sum(0)
+            rows[tokens] = (_weights(x, weight, ctx.eps)[2] * x).sum(0)
         return out
 
     @staticmethod

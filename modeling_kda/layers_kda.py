@@ -17,11 +17,11 @@ from .ops_reference import gated_rms_norm, short_convolution
 class ShortConvolution(nn.Conv1d):
     """Causal depthwise convolution and SiLU over inputs that already have W - 1 earlier ones before them.
 
-    A Conv1d for its weight `[D, 1, W]`, as released, and its initialisation.
+    A Conv1d for its weight `[D, 1, W]`, as released, and its initialisation. The weight stays in float32.
     """
 
     def __init__(self, width: int, taps: int):
-        super().__init__(width, width, taps, groups=width, bias=False)
+        super().__init__(width, width, taps, groups=width, bias=False, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, W - 1 + T, D]` to `[B, T, D]`."""

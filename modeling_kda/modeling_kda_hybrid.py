@@ -24,7 +24,7 @@ from .layers_context import ForwardContext
 from .layers_kda import GatedRMSNorm, KimiDeltaAttention
 from .layers_mla import MultiHeadLatentAttention
 from .layers_mlp import Experts, GatedMLP, RMSNorm, Router, SparseMLP
-from .weights_kda import VISION_PREFIXES, is_mxfp4
+from .weights_kda import VISION_PREFIXES, Misfit, is_mxfp4
 
 
 logger = logging.get_logger(__name__)
@@ -175,6 +175,8 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
                 ignore_mismatched_sizes=True,
                 **kwargs,
             )
+        except Misfit as error:
+            raise ValueError(str(error)) from error
         except SafetensorError as error:
             path = _damaged(name_or_path) or name_or_path
             raise ValueError(f"{path}: not a whole safetensors file ({error}).") from error
@@ -209,18 +211,19 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
         super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
 
+# Arguments of `from_pretrained` with the name of an attribute that every config has.
+_NO_FIELDS = ("dtype", "torch_dtype", "quantization_config", "attn_implementation", "experts_implementation")
+
+
 def _read_config(source: Any, kwargs: dict[str, Any]) -> KdaHybridConfig | None:
     """The config of a checkpoint, with those of `kwargs` that are fields of it taken out. None for a folder that has
     none, such as an adapter's: transformers finds the one of its base model."""
-    fields = KdaHybridConfig.__annotations__
-    changes = {name: kwargs.pop(name) for name in fields.keys() & kwargs.keys()}
     hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
     try:
         config = KdaHybridConfig.from_pretrained(source, **{name: kwargs[name] for name in hub if name in kwargs})
     except OSError:
-        kwargs.update(changes)
         return None
-    packed = changes.get("packed_experts", config.packed_experts)
+    packed = kwargs.get("packed_experts", config.packed_experts)
     if packed and not config.packed_experts and not is_mxfp4(getattr(config, "quantization_config", None)):
         raise ValueError("`packed_experts` is for checkpoints with experts in MXFP4, and this one has none.")
     if config.packed_experts and not packed:
@@ -228,8 +231,8 @@ def _read_config(source: Any, kwargs: dict[str, Any]) -> KdaHybridConfig | None:
             "this checkpoint's experts are packed. To have them decoded, load the release that it was made from, or "
             "run `python -m conversion to-kimi-k3`, then `to-kda-hybrid --unpack`."
         )
-    for name, value in changes.items():
-        setattr(config, name, value)
+    for name in [name for name in kwargs if name not in _NO_FIELDS and hasattr(config, name)]:
+        setattr(config, name, kwargs.pop(name))
     return config
 
 

@@ -100,11 +100,26 @@ def head_rates(tensor: Tensor, heads: int) -> Tensor:
     return flat[:heads].clone()
 
 
-class HeadRates(ConversionOps):
-    """`head_rates` as transformers calls it."""
+class Misfit(BaseException):
+    """A tensor that cannot be converted. transformers turns every Exception of a conversion into a report that leaves
+    out what it says, so this is none; `from_pretrained` makes it a ValueError."""
+
+
+class _Strict(ConversionOps):
+    """A conversion whose ValueErrors reach whoever loads the checkpoint."""
 
     @torch.no_grad()
-    def convert(
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        try:
+            return self.converted(input_dict, *args, **kwargs)
+        except ValueError as error:
+            raise Misfit(f"`{kwargs.get('full_layer_name')}`: {error}") from error
+
+
+class HeadRates(_Strict):
+    """`head_rates` as transformers calls it."""
+
+    def converted(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Tensor]:
         (tensor,) = (x[0] if isinstance(x, list) else x for x in input_dict.values())
@@ -115,29 +130,29 @@ class HeadRates(ConversionOps):
         return ReleasedHeadRates()
 
 
-class ReleasedHeadRates(ConversionOps):
+class ReleasedHeadRates(_Strict):
     """The way back."""
 
-    @torch.no_grad()
-    def convert(
+    def converted(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Tensor]:
         (tensor,) = (x[0] if isinstance(x, list) else x for x in input_dict.values())
-        return {target_patterns[0]: tensor.view(1, 1, -1, 1)}
+        config = kwargs["config"]
+        length = head_rates_length(config)
+        return {target_patterns[0]: released_head_rates(tensor, family_of(config), length)}
 
     @property
     def reverse_op(self) -> ConversionOps:
         return HeadRates()
 
 
-class StackExperts(ConversionOps):
+class StackExperts(_Strict):
     """A release's experts, one or two matrices each, to one of our stacks, which is filled expert by expert.
 
     Matrices in MXFP4 are decoded, or stay as they are if the model's experts are packed.
     """
 
-    @torch.no_grad()
-    def convert(
+    def converted(
         self,
         input_dict: dict[str, Any],
         source_patterns: list[str],
@@ -151,50 +166,53 @@ class StackExperts(ConversionOps):
         codes = [input_dict.pop(name) for name in source_patterns if name.endswith(CODES) and name in input_dict]
         scales = [input_dict.pop(name) for name in source_patterns if name.endswith(SCALES) and name in input_dict]
         if plain and codes:
-            raise ValueError(f"some experts of `{full_layer_name}` are in MXFP4 and some are not.")
+            raise ValueError("some of its experts are in MXFP4 and some are not.")
         if len({len(part) for part in (*plain, *codes, *scales)}) != 1 or len(codes) != len(scales):
-            raise ValueError(f"some experts of `{full_layer_name}` lack a tensor.")
+            raise ValueError("some of its experts lack a tensor.")
         if plain and dtype == torch.uint8:
             raise ValueError("`packed_experts` is for experts in MXFP4, and these are not; leave it out.")
         if plain:
-            return {target: _stacked(plain, lambda *parts: torch.cat(parts))}
+            return {target: _stacked(plain)}
         # What loads a checkpoint casts what it reads to the model's type, which holds every byte exactly.
         codes, scales = ([[x.to(torch.uint8) for x in part] for part in parts] for parts in (codes, scales))
         for x in (x for part in scales for x in part):
-            check_scales(x, full_layer_name)
+            check_scales(x, "weight_scale")
         if dtype == torch.uint8:
-            both = {target: codes, f"{target}_scale": scales}
-            return {name: _stacked(parts, lambda *x: torch.cat(x)) for name, parts in both.items()}
-        count = len(codes)
-        return {
-            target: _stacked(
-                [*codes, *scales], lambda *x: torch.cat([decode(*pair, dtype) for pair in zip(x[:count], x[count:])])
-            )
-        }
+            return {target: _stacked(codes), f"{target}_scale": _stacked(scales)}
+        return {target: _stacked(codes, scales, dtype)}
 
     @property
     def reverse_op(self) -> ConversionOps:
         return SplitExperts()
 
 
-def _stacked(parts: list[list[Tensor]], join) -> Tensor:
-    """`stack([join(a[0], b[0], ...), join(a[1], b[1], ...), ...])`, letting go of each expert once it is copied."""
-    for part in parts:
-        part.reverse()
-    experts = len(parts[0])
-    first = join(*(part.pop() for part in parts))
-    stack = first.new_empty(experts, *first.shape)
-    stack[0] = first
-    for i in range(1, experts):
-        stack[i] = join(*(part.pop() for part in parts))
+def _stacked(
+    parts: list[list[Tensor]], scales: list[list[Tensor]] | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`[experts, rows of all parts, width]` from the experts' matrices, part by part; each is freed once it is copied.
+
+    With `scales`, the matrices are codes, and they are decoded to `dtype`.
+    """
+    experts, first = len(parts[0]), parts[0][0]
+    width = first.shape[1] * (1 if scales is None else 2)
+    stack = first.new_empty(experts, sum(part[0].shape[0] for part in parts), width, dtype=dtype or first.dtype)
+    for i in reversed(range(experts)):
+        row = 0
+        for number, part in enumerate(parts):
+            matrix = part.pop()
+            to = stack[i, row : row + matrix.shape[0]]
+            row += matrix.shape[0]
+            if scales is None:
+                to.copy_(matrix)
+            else:
+                decode(matrix, scales[number].pop(), out=to)
     return stack
 
 
-class SplitExperts(ConversionOps):
+class SplitExperts(_Strict):
     """The way back, for experts that are not packed."""
 
-    @torch.no_grad()
-    def convert(
+    def converted(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Tensor]:
         (stack,) = (x[0] if isinstance(x, list) else x for x in input_dict.values())
@@ -305,6 +323,11 @@ def released_head_rates(tensor: Tensor, family: str, length: int) -> Tensor:
     if family == KIMI_LINEAR:
         return tensor.view(1, 1, -1, 1)
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor))])
+
+
+def head_rates_length(config: KdaHybridConfig) -> int:
+    """How many numbers `A_log` has in Kimi K3 (128 for 96 heads of 128), if nothing says how many a release had."""
+    return max(config.linear_num_heads, config.linear_head_dim)
 
 
 def family_of(config: KdaHybridConfig) -> str:

@@ -6,7 +6,7 @@ As in the OCP Microscaling specification 1.0 (E2M1 values, E8M0 scales) and in c
 Legend: R rows of all leading axes, C columns, a multiple of 32.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ BLOCK = 32  # neighbours in a row that share a scale
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits; the fourth is the sign
 BIAS = 127  # a scale byte s stands for 2^(s - 127)
 NOT_A_NUMBER = 255  # the one byte that stands for no power
+# Bytes of codes that are decoded at once on a CPU, so that what is between stays in its caches.
+SLICE = 2**19
 # Magnitudes are rounded to the nearest value above or below these borders, a tie to the even code.
 _BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -30,28 +32,37 @@ def _check(packed: Tensor, scale: Tensor) -> None:
         )
 
 
-@lru_cache
-def _tables(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two numbers of every byte, side by side in one wider integer, and the power of two of every scale byte."""
-    values = torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)], dtype=dtype)
-    byte = torch.arange(256)
-    pairs = torch.stack([values[byte & 15], values[byte >> 4]], -1)
-    wider = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
-    powers = torch.tensor([2.0 ** (s - BIAS) for s in range(NOT_A_NUMBER)] + [float("nan")], dtype=dtype)
-    return pairs.view(wider).squeeze(-1).to(device), powers.to(device)
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The four numbers of every two bytes, side by side in one integer, and the power of two of every scale byte."""
+    numbers = torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)], dtype=torch.bfloat16)
+    two_bytes = torch.arange(2**16)
+    fours = torch.stack([numbers[two_bytes >> shift & 15] for shift in (0, 4, 8, 12)], -1).view(torch.int64)
+    powers = torch.tensor([2.0 ** (s - BIAS) for s in range(NOT_A_NUMBER)] + [float("nan")], dtype=torch.bfloat16)
+    return fours.squeeze(-1).to(device), powers.to(device)
 
 
-def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """uint8 codes `[..., C / 2]` and uint8 scales `[..., C / 32]` to numbers `[..., C]`, exact in bfloat16 and wider.
+
+    Args:
+        out: where the numbers go; its type counts, not `dtype`.
 
     Raises:
         ValueError: other types, or shapes that do not belong together.
     """
     _check(packed, scale)
-    exact = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
-    pairs, powers = _tables(exact, packed.device)
-    numbers = pairs.index_select(0, packed.flatten().int()).view(exact).view(*scale.shape, BLOCK)
-    return numbers.mul_(powers[scale.int()].unsqueeze(-1)).flatten(-2).to(dtype)
+    if out is None:
+        out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)
+    fours, powers = _tables(packed.device)
+    pairs, scales, rows = (x.reshape(-1, x.shape[-1]) for x in (packed, scale, out))
+    step = max(1, SLICE // max(1, pairs.shape[1])) if packed.device.type == "cpu" else max(1, len(pairs))
+    for i in range(0, len(pairs), step):
+        index = pairs[i : i + step].contiguous().view(torch.int16).int().bitwise_and_(2**16 - 1).flatten()
+        numbers = fours.index_select(0, index).view(torch.bfloat16).view(-1, scales.shape[1], BLOCK)
+        power = powers.index_select(0, scales[i : i + step].int().flatten()).view(-1, scales.shape[1], 1)
+        rows[i : i + step] = numbers.mul_(power).flatten(1)
+    return out
 
 
 def check_scales(scale: Tensor, name: str) -> None:
@@ -96,8 +107,8 @@ def _scales(blocks: Tensor) -> Tensor:
 
 def _codes(blocks: Tensor, scale: Tensor, negative: Tensor) -> tuple[Tensor, bool]:
     """4-bit codes of the blocks under these scales, and whether they stand for exactly the same numbers."""
-    _, powers = _tables(torch.float32, blocks.device)
-    scaled = (blocks.double() / powers[scale.int()].double().unsqueeze(-1)).float()
+    powers = _tables(blocks.device)[1].double()[scale.int()].unsqueeze(-1)
+    scaled = (blocks.double() / powers).float()
     borders = torch.tensor(_BORDERS, device=blocks.device)
     size = scaled.abs()
     low, high = torch.bucketize(size, borders, right=False), torch.bucketize(size, borders, right=True)

@@ -36,6 +36,25 @@ def golden_tensors(*parts: str) -> dict[str, torch.Tensor]:
     return load_file(golden(*parts))
 
 
+# Kimi K3's parts, as changes of `tiny_config`: the last block is a layer short, and the last two layers are both MLA.
+K3 = dict(
+    num_hidden_layers=5,
+    layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention", "full_attention"],
+    linear_gate_lower_bound=-5.0,
+    linear_output_gate_rank=None,
+    q_lora_rank=22,
+    attention_output_gate=True,
+    attn_res_block_size=2,
+    routed_expert_hidden_size=32,
+    moe_intermediate_size=64,
+    latent_moe_use_norm=True,
+    n_shared_experts=2,
+    hidden_act="situ",
+    situ_beta=4.0,
+    situ_linear_beta=25.0,
+)
+
+
 def tiny_config(**changes) -> KdaHybridConfig:
     """Four layers with everything in them. Sizes are off the powers of two, and keys and values differ in width."""
     fields = dict(
@@ -65,8 +84,13 @@ def tiny_config(**changes) -> KdaHybridConfig:
     return KdaHybridConfig(**{**fields, **changes})
 
 
+def k3_config(**changes) -> KdaHybridConfig:
+    """`tiny_config` with all of Kimi K3's parts."""
+    return tiny_config(**{**K3, **changes})
+
+
 def tiny_model(seed: int = 0, **changes) -> KdaHybridForCausalLM:
-    """A small random model in eval mode; norm weights and the router's bias are random too."""
+    """A small random model in eval mode; norm weights, the router's bias and the mixtures' queries are random too."""
     torch.manual_seed(seed)
     model = KdaHybridForCausalLM(tiny_config(**changes)).eval()
     with torch.no_grad():
@@ -75,7 +99,14 @@ def tiny_model(seed: int = 0, **changes) -> KdaHybridForCausalLM:
                 tensor.add_(0.3 * torch.randn_like(tensor))
             if "correction_bias" in name:
                 tensor.add_(0.2 * torch.randn_like(tensor))
+            if "res_proj" in name:
+                tensor.add_(0.1 * torch.randn_like(tensor))
     return model
+
+
+def k3_model(seed: int = 0, **changes) -> KdaHybridForCausalLM:
+    """`tiny_model` with all of Kimi K3's parts."""
+    return tiny_model(seed, **{**K3, **changes})
 
 
 def token_ids(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:

@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import golden, golden_json, tiny_config
+from helpers import K3, golden, golden_json, k3_config, tiny_config
 from transformers import AutoConfig
 
 from modeling_kda import KdaHybridConfig, KdaHybridModel
-from modeling_kda.configuration_kda_hybrid import NOT_BUILT
 
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -67,7 +66,17 @@ def test_config_with_experts_has_one_dense_layer_first():
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"linear_gate_lower_bound": -5.0}, {"q_lora_rank": 14, "attention_output_gate": True}]
+    "change",
+    [
+        {},
+        {"linear_gate_lower_bound": -5.0},
+        {"q_lora_rank": 14, "attention_output_gate": True},
+        {"linear_output_gate_bias": True},
+        K3,
+        {**K3, "packed_experts": True},
+        {"hidden_act": "situ"},
+    ],
+    ids=["plain", "bound", "gate", "gate bias", "K3", "K3 packed", "SiTU"],
 )
 def test_config_is_equal_after_a_round_trip(tmp_path: Path, change):
     config = tiny_config(**change)
@@ -79,7 +88,10 @@ def test_config_is_equal_after_a_round_trip(tmp_path: Path, change):
         assert fields_of(loaded) == fields_of(config)
 
 
-@pytest.mark.parametrize("kind", ["hf_kimi_linear_tiny", "kimi_linear_original_tiny"])
+@pytest.mark.parametrize(
+    "kind",
+    ["hf_kimi_linear_tiny", "kimi_linear_original_tiny", "kimi_k3_tiny", "kimi_k3_tiny_mxfp4", "k3_released_tiny"],
+)
 def test_config_read_from_a_release_is_saved_as_ours(tmp_path: Path, kind):
     config = KdaHybridConfig.from_pretrained(golden(kind))
     config.save_pretrained(tmp_path)
@@ -131,6 +143,103 @@ def test_config_reads_the_released_48b_as_it_is():
         "tie_word_embeddings": False,
     }
     assert {name: getattr(config, name) for name in want} == want
+
+
+def test_config_reads_the_released_kimi_k3_as_it_is():
+    given = golden_json("released_configs", "kimi_k3.json")
+    config = KdaHybridConfig.from_dict(given)
+    lists = given["text_config"]["linear_attn_config"]
+    assert [i + 1 for i, kind in enumerate(config.layer_types) if kind == LINEAR] == lists["kda_layers"]
+    assert [i + 1 for i, kind in enumerate(config.layer_types) if kind == FULL] == lists["full_attn_layers"]
+    assert (config.layer_types.count(LINEAR), config.layer_types.count(FULL)) == (69, 24)
+    assert config.layer_types[88:] == [LINEAR, LINEAR, LINEAR, FULL, FULL]
+    assert config.mlp_layer_types == ["dense"] + ["sparse"] * 92
+    want = {
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "num_hidden_layers": 93,
+        "hidden_act": "situ",
+        "situ_beta": 4.0,
+        "situ_linear_beta": 25.0,
+        "max_position_embeddings": 1048576,
+        "pad_token_id": 163839,
+        "bos_token_id": 163584,
+        "eos_token_id": 163586,
+        "linear_num_heads": 96,
+        "linear_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "linear_gate_lower_bound": -5.0,
+        "linear_output_gate_rank": None,
+        "linear_output_gate_bias": False,
+        "num_attention_heads": 96,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "attention_output_gate": True,
+        "intermediate_size": 33792,
+        "moe_intermediate_size": 3072,
+        "num_experts": 896,
+        "num_experts_per_tok": 16,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "router_weights_use_bias": False,
+        "routed_expert_hidden_size": 3584,
+        "latent_moe_use_norm": True,
+        "packed_experts": False,
+        "attn_res_block_size": 12,
+        "rms_norm_eps": 1e-5,
+        "lora_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    }
+    assert {name: getattr(config, name) for name in want} == want
+    assert config.routed_width == 3584
+    assert config.qk_head_dim == 192
+    assert str(config.dtype) == "torch.bfloat16"
+    assert not any(hasattr(config, name) for name in ("text_config", "vision_config", "linear_attn_config"))
+
+
+@pytest.mark.parametrize("kind", ["kimi_k3_tiny_mxfp4", "k3_released_tiny"])
+def test_config_keeps_the_quantization_of_a_release_verbatim(kind, tmp_path: Path):
+    given = golden_json(kind, "config.json")["text_config"]["quantization_config"]
+    config = KdaHybridConfig.from_pretrained(golden(kind))
+    assert config.quantization_config == given
+    config.save_pretrained(tmp_path)
+    assert KdaHybridConfig.from_pretrained(tmp_path).quantization_config == given
+
+
+def test_config_of_a_release_without_quantization_has_none():
+    assert not hasattr(KdaHybridConfig.from_pretrained(golden("kimi_k3_tiny")), "quantization_config")
+
+
+@pytest.mark.parametrize("change", [{"packed_experts": True}, {"initializer_range": 0.5}, {"num_experts_per_tok": 3}])
+def test_config_of_a_release_takes_changes(change):
+    config = KdaHybridConfig.from_pretrained(golden("kimi_k3_tiny_mxfp4"), **change)
+    assert {name: getattr(config, name) for name in change} == change
+
+
+@pytest.mark.parametrize("given", [{}, {"text_config": None}, {"vision_config": {"hidden_size": 3}}])
+def test_config_of_a_kimi_k3_needs_a_text_config(given):
+    with pytest.raises(ValueError, match="'kimi_k3' needs a `text_config`"):
+        KdaHybridConfig.from_dict({"model_type": "kimi_k3", **given})
+
+
+@pytest.mark.parametrize("value", [{"num_key_value_heads": 2}, {"mla_use_nope": False}, {"topk_method": "greedy"}])
+def test_config_of_a_kimi_k3_refuses_what_it_cannot_honour(value):
+    given = golden_json("kimi_k3_tiny", "config.json")
+    given["text_config"] |= value
+    with pytest.raises(ValueError, match=f"`{next(iter(value))}`"):
+        KdaHybridConfig.from_dict(given)
+
+
+def test_config_widens_the_experts_to_the_hidden_size_without_a_latent():
+    assert (k3_config().routed_width, tiny_config().routed_width) == (32, 60)
 
 
 def test_config_reads_the_same_from_both_layouts():
@@ -210,6 +319,7 @@ def test_config_overlooks_what_changes_nothing(change):
 
 
 EXPERTS = {"num_experts": 8, "moe_intermediate_size": 16}
+PACKED = {"num_experts": 8, "moe_intermediate_size": 32, "packed_experts": True}
 INCONSISTENT = [
     ({"num_hidden_layers": 3, "layer_types": [LINEAR] * 2}, ["layer_types", "num_hidden_layers"]),
     ({"num_hidden_layers": 3, "mlp_layer_types": ["dense"] * 4}, ["mlp_layer_types", "num_hidden_layers"]),
@@ -221,6 +331,7 @@ INCONSISTENT = [
             "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "linear_num_heads",
             "linear_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "num_attention_heads",
             "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "linear_output_gate_rank",
+            "routed_expert_hidden_size", "attn_res_block_size",
         )
         for value in (0, -3)
     ),
@@ -245,6 +356,15 @@ INCONSISTENT = [
     ({**EXPERTS, "n_group": 8, "topk_group": 4}, ["n_group", "num_experts"]),
     ({"vocab_size": 10, "pad_token_id": 10}, ["pad_token_id", "vocab_size"]),
     ({"vocab_size": 10, "bos_token_id": -1}, ["bos_token_id", "vocab_size"]),
+    ({"situ_beta": 4.0}, ["situ_beta", "hidden_act", "'silu'"]),
+    ({"situ_linear_beta": 25.0}, ["situ_linear_beta", "hidden_act"]),
+    ({"hidden_act": "situ", "situ_beta": -1.0}, ["situ_beta", "positive"]),
+    ({"hidden_act": "situ", "situ_linear_beta": -1.0}, ["situ_linear_beta", "positive"]),
+    ({"latent_moe_use_norm": True}, ["latent_moe_use_norm", "routed_expert_hidden_size"]),
+    ({"linear_output_gate_bias": True}, ["linear_output_gate_bias", "linear_output_gate_rank"]),
+    ({**PACKED, "moe_intermediate_size": 48}, ["packed_experts", "multiples of 32", "48"]),
+    ({**PACKED, "routed_expert_hidden_size": 40}, ["packed_experts", "multiples of 32", "40"]),
+    ({**PACKED, "hidden_size": 72}, ["packed_experts", "multiples of 32", "72"]),
 ]  # fmt: skip
 
 
@@ -285,29 +405,10 @@ def test_config_keeps_fields_of_others():
     assert config.quantization_config == {"quant_method": "x"}
 
 
-VALUES = {
-    "situ_beta": 1.0,
-    "situ_linear_beta": 1.0,
-    "routed_expert_hidden_size": 16,
-    "latent_moe_use_norm": True,
-    "attn_res_block_size": 4,
-}
-
-
-@pytest.mark.parametrize("name", NOT_BUILT)
-def test_config_says_what_is_not_built(name):
-    with pytest.raises(NotImplementedError, match=f"`{name}`"):
-        KdaHybridConfig(**{name: VALUES[name]})
-
-
-def test_config_says_that_situ_is_not_built():
-    with pytest.raises(NotImplementedError, match="situ"):
-        KdaHybridConfig(hidden_act="situ")
-
-
-@pytest.mark.parametrize("kind", ["llama", "kimi_k3", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "kimi_k2", "deepseek_v3"])
 def test_config_refuses_another_model_s(kind):
-    with pytest.raises(ValueError, match=f"`model_type` is {kind!r}.*'kda_hybrid' and 'kimi_linear'.*AutoConfig"):
+    ours = "'kda_hybrid', 'kimi_linear', 'kimi_k3' and 'kda'"
+    with pytest.raises(ValueError, match=f"`model_type` is {kind!r}.*{ours}.*AutoConfig"):
         KdaHybridConfig.from_dict({"model_type": kind, "hidden_size": 64})
 
 

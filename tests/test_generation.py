@@ -21,7 +21,7 @@ from modeling_kda.compat_transformers import CACHE_NAME
 
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-GOLDEN_MODELS = ["kimi_linear_original_tiny", "hf_kimi_linear_tiny"]
+GOLDEN_MODELS = ["kimi_linear_original_tiny", "hf_kimi_linear_tiny", "kimi_k3_tiny", "kimi_k3_tiny_mxfp4"]
 
 
 @pytest.fixture(scope="module")

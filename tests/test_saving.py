@@ -28,7 +28,10 @@ from modeling_kda import (
 
 
 GOLDEN_MODELS = ["kimi_linear_original_tiny", "hf_kimi_linear_tiny"]
-FLOAT32 = ("A_log", "dt_bias", "o_norm.weight", "mlp.gate.weight", "mlp.gate.e_score_correction_bias")
+FLOAT32 = (
+    "A_log", "dt_bias", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight", "o_norm.weight",
+    "mlp.gate.weight", "mlp.gate.e_score_correction_bias",
+)  # fmt: skip
 WEIGHTS = "model.safetensors"
 
 
@@ -162,7 +165,7 @@ def test_resize_of_the_vocabulary_keeps_the_old_rows(tied, tmp_path):
 def expect_float32(tensors: dict[str, torch.Tensor], original: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     """The named tensors are float32 with every bit; all others are in `dtype`."""
     kept = {name for name in original if name.endswith(FLOAT32)}
-    assert len(kept) == 3 * 3 + 3 * 2
+    assert len(kept) == 3 * 6 + 3 * 2
     for name, tensor in original.items():
         assert tensors[name].dtype == (torch.float32 if name in kept else dtype), name
         assert torch.equal(tensors[name], tensor if name in kept else tensor.to(dtype)), name
