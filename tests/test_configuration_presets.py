@@ -15,8 +15,10 @@ FOLDERS = {path.parent.name: path.parent for path in sorted(PRESETS.parent.glob(
 ABOUT = {
     "tiny": (0, 1e6),
     "kda_hybrid_small": (0.9e8, 1.2e8),
+    "kda_hybrid_k3_small": (1.2e8, 1.5e8),
     "kda_hybrid_1b": (0.9e9, 1.2e9),
     "kimi_linear_48b_a3b": (48.9e9, 49.2e9),
+    "kimi_k3_text": (2.779e12, 2.78e12),
 }
 
 
@@ -32,12 +34,15 @@ def attention_sizes(c: KdaHybridConfig) -> dict[str, int]:
     keys, values = c.linear_num_heads * c.linear_head_dim, c.linear_num_heads * c.linear_value_head_dim
     streams = 2 * keys + values
     gate = c.linear_head_dim * (c.hidden_size + keys)
-    output_gate = c.linear_output_gate_rank * (c.hidden_size + values)
+    rank = c.linear_output_gate_rank
+    output_gate = rank * (c.hidden_size + values) if rank else c.hidden_size * values
     small = c.linear_num_heads + keys + c.linear_value_head_dim  # A_log, dt_bias, norm
     beta = c.hidden_size * c.linear_num_heads
     linear = streams * (c.hidden_size + c.linear_conv_kernel_dim) + gate + output_gate + small + beta
     heads, latent = c.num_attention_heads, c.kv_lora_rank
-    queries = c.hidden_size * heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+    queries, width = c.hidden_size, heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+    queries = c.q_lora_rank * (c.hidden_size + 1 + width) if c.q_lora_rank else c.hidden_size * width
+    queries += c.hidden_size * heads * c.v_head_dim * c.attention_output_gate
     down, up = c.hidden_size * (latent + c.qk_rope_head_dim), latent * heads * (c.qk_nope_head_dim + c.v_head_dim)
     full = queries + down + latent + up + heads * c.v_head_dim * c.hidden_size
     return {"linear_attention": linear + values * c.hidden_size, "full_attention": full}
@@ -49,10 +54,14 @@ def parameters(c: KdaHybridConfig, experts: int | None) -> int:
     dense = 3 * c.hidden_size * c.intermediate_size
     mlp = dense * c.mlp_layer_types.count("dense")
     if "sparse" in c.mlp_layer_types:
-        expert = 3 * c.hidden_size * c.moe_intermediate_size
-        sparse = (experts + c.n_shared_experts) * expert + c.num_experts * c.hidden_size
+        latent, width = c.routed_expert_hidden_size, c.moe_intermediate_size
+        sparse = experts * 3 * (latent or c.hidden_size) * width + c.n_shared_experts * 3 * c.hidden_size * width
+        sparse += c.num_experts * c.hidden_size  # the router
+        sparse += 2 * c.hidden_size * latent + latent * c.latent_moe_use_norm if latent else 0
         mlp += sparse * c.mlp_layer_types.count("sparse")
     norms = (2 * c.num_hidden_layers + 1) * c.hidden_size
+    if c.attn_res_block_size:
+        norms += (4 * c.num_hidden_layers + 2) * c.hidden_size  # a norm and a query each
     return attention + mlp + norms + c.vocab_size * c.hidden_size
 
 
@@ -91,6 +100,19 @@ def test_preset_has_the_sizes_of_its_formulas(name):
     assert grown == mla * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
 
 
+def test_k3_small_preset_has_every_part_of_the_release():
+    small, release = (AutoConfig.from_pretrained(FOLDERS[name]) for name in ("kda_hybrid_k3_small", "kimi_k3_text"))
+    same = ("hidden_act", "situ_beta", "situ_linear_beta", "linear_gate_lower_bound", "linear_output_gate_rank")
+    same += ("attention_output_gate", "latent_moe_use_norm", "n_shared_experts", "linear_head_dim", "v_head_dim")
+    for name in (*same, "qk_nope_head_dim", "qk_rope_head_dim"):
+        assert getattr(small, name) == getattr(release, name), name
+    for config in (small, release):
+        assert config.q_lora_rank < config.hidden_size > config.routed_expert_hidden_size
+        assert config.num_hidden_layers % config.attn_res_block_size  # the last block is a short one
+        assert config.layer_types[-2:] == ["full_attention"] * 2
+        assert config.mlp_layer_types == ["dense"] + ["sparse"] * (config.num_hidden_layers - 1)
+
+
 @pytest.mark.parametrize("name", ["kda_hybrid_small", "kda_hybrid_1b"])
 def test_preset_shapes_have_three_linear_layers_to_one_and_heads_of_128(name):
     config = AutoConfig.from_pretrained(FOLDERS[name])
@@ -109,11 +131,13 @@ def test_preset_tiny_runs_and_remembers_as_many_bytes_as_the_readme_says():
     assert cache.nbytes() == {"recurrent": constant, "latent": 70 * grown}
 
 
-def test_kimi_linear_preset_is_the_release():
-    released = KdaHybridConfig(**golden_json("released_configs", "kimi_linear_48b_a3b.json")).to_dict()
-    preset = AutoConfig.from_pretrained(FOLDERS["kimi_linear_48b_a3b"]).to_dict()
+@pytest.mark.parametrize("name", ["kimi_linear_48b_a3b", "kimi_k3"])
+def test_preset_of_a_release_is_the_release(name):
+    released = KdaHybridConfig(**golden_json("released_configs", f"{name}.json")).to_dict()
+    preset = AutoConfig.from_pretrained(FOLDERS["kimi_k3_text" if name == "kimi_k3" else name]).to_dict()
     assert preset["architectures"] == ["KdaHybridForCausalLM"]
-    told_apart = ("architectures", "_name_or_path")
+    # The preset's experts are not packed.
+    told_apart = ("architectures", "_name_or_path", "quantization_config")
     assert {k: x for k, x in preset.items() if k not in told_apart} == {
         k: x for k, x in released.items() if k not in told_apart
     }
