@@ -17,15 +17,21 @@ TOOLS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m conversion", description=__doc__)
-    tools = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
+def parser() -> argparse.ArgumentParser:
+    """For all tools."""
+    whole = argparse.ArgumentParser(prog="python -m conversion", description=__doc__)
+    tools = whole.add_subparsers(dest="tool", required=True, metavar="TOOL")
     for name, (tool, about) in TOOLS.items():
         tool.add_arguments(tools.add_parser(name, help=about, description=tool.__doc__))
-    given = parser.parse_args(arguments)
+    return whole
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one; returns the exit status."""
+    given = parser().parse_args(arguments)
     try:
         TOOLS[given.tool][0].run(given)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"{given.tool}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -96,12 +96,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _ids(given: argparse.Namespace) -> Tensor:
     if given.ids:
         try:
-            ids = torch.tensor(json.loads(given.ids.read_text()), dtype=torch.int64)
-        except (ValueError, TypeError) as error:
+            ids = torch.tensor(json.loads(given.ids.read_text()))
+        except (OSError, ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{given.ids} is no list of ids, or of lists of one length: {error}.") from None
+        if ids.ndim not in (1, 2) or not ids.numel() or ids.dtype != torch.int64:
+            raise ValueError(f"{given.ids} is no list of ids, or of lists of one length.")
         ids = ids if ids.ndim == 2 else ids[None]
     elif given.text:
-        ids = AutoTokenizer.from_pretrained(given.first)(given.text.read_text(), return_tensors="pt").input_ids
+        try:
+            text = given.text.read_text()
+        except OSError as error:
+            raise ValueError(f"{given.text} cannot be read: {error}.") from None
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(given.first)
+        except (OSError, ValueError):
+            raise ValueError(f"{given.first} has no tokenizer that can be loaded; give `--ids`.") from None
+        ids = tokenizer(text, return_tensors="pt").input_ids
     else:
         size = KdaHybridConfig.from_pretrained(given.first).vocab_size
         ids = torch.randint(0, size, (1, given.tokens), generator=torch.Generator().manual_seed(0))
@@ -109,6 +119,9 @@ def _ids(given: argparse.Namespace) -> Tensor:
 
 
 def run(given: argparse.Namespace) -> None:
+    for folder in (given.first, given.second):
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder.")
     ids = _ids(given)
     found = compare(given.first, given.second, ids, given.dtype, given.device_map)
     print(f"{ids.numel()} tokens in {given.dtype}; {given.second} against {given.first}")

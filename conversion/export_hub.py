@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -64,17 +65,18 @@ def export(source: str | Path, target: str | Path, force: bool = False) -> str:
         raise ValueError(f"{target} exists; nothing is overwritten without `--force`.")
     config = KdaHybridConfig.from_pretrained(source.folder)
     plans.check_complete(source, config, source.specs.values())
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    files = {source.folder / file for file in source.files.values()} | set(source.folder.glob("*.index.json"))
-    for path in (*source.other_files(), *files):
-        shutil.copyfile(path, partial / path.name)
-    _write_code(config, partial)
-    loaded = _load(partial)
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(partial, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as folder:
+        partial = Path(folder) / target.name
+        partial.mkdir()
+        files = {source.folder / file for file in source.files.values()} | set(source.folder.glob("*.index.json"))
+        for path in (*source.other_files(), *files):
+            shutil.copyfile(path, partial / path.name)
+        _write_code(config, partial)
+        loaded = _load(partial)
+        if target.exists():
+            os.replace(target, Path(folder) / "old")
+        os.replace(partial, target)
     return loaded
 
 
@@ -104,9 +106,7 @@ def _load(folder: Path) -> str:
     finally:
         shutil.rmtree(cache, ignore_errors=True)
     if done.returncode:
-        raise ValueError(
-            f"{folder} does not load in a clean process; it was left there to look at.\n{done.stderr.strip()[-2000:]}"
-        )
+        raise ValueError(f"what was exported does not load in a clean process:\n{done.stderr.strip()[-2000:]}")
     return done.stdout.strip().splitlines()[-1]
 
 

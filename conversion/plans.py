@@ -93,7 +93,7 @@ def to_kda_hybrid(source: Checkpoint, unpack: bool = False, dtype: torch.dtype =
 
     files = {"config.json": _json_of(config), **{path.name: path for path in source.other_files()}}
     notes, metadata = [], {}
-    if "linear_attn_config" in source.config.get("text_config", source.config):
+    if "linear_attn_config" in _text(source):
         files[f"{KEPT}/config.json"] = json.dumps(source.config, indent=2) + "\n"
         metadata[f"{KEPT}/{SINGLE}"] = {"A_log": str(max(lengths, default=0))}
         kept = f"{KEPT}/{SINGLE}"
@@ -125,6 +125,18 @@ def _stack(source: Checkpoint, config: KdaHybridConfig, stack: str, kinds: dict,
                     f"`{stack}` needs `{matrix}.{kind}` of experts 0 to {config.num_experts - 1}; there are "
                     f"{len(found)}, and {absent[:5] or sorted(found)[-5:]} are {'missing' if absent else 'too many'}."
                 )
+
+    if "weight_packed" in stored:
+        for matrix in matrices:
+            for expert in range(config.num_experts):
+                codes, scale = (
+                    source.specs[kinds[matrix, kind][expert]].shape for kind in ("weight_packed", "weight_scale")
+                )
+                if scale != (*codes[:-1], codes[-1] * 2 // BLOCK):
+                    raise ValueError(
+                        f"`{stack}`: expert {expert}'s `{matrix}` has codes {codes} and scales {scale}, which do not "
+                        "belong together."
+                    )
 
     def pieces(kind: str, make, numbers: int) -> tuple[tuple[Piece, ...], list[Spec]]:
         """`numbers` of the target a number of the source."""
@@ -231,6 +243,8 @@ def to_released(source: Checkpoint, family: str, original: Checkpoint | None = N
         length = max(a_logs, default=int(kept.metadata.get("A_log", length)))
     rest = config.dtype if isinstance(config.dtype, (torch.dtype, type(None))) else getattr(torch, config.dtype)
     check_complete(source, config, source.specs.values())
+    if original is not None:
+        _check_original(source, config, original)
 
     packs = mxfp4 or (original is not None and is_mxfp4(_quantization(original)))
     jobs: list[Job] = []
@@ -252,21 +266,57 @@ def to_released(source: Checkpoint, family: str, original: Checkpoint | None = N
     if config.packed_experts or packs:
         quantization = getattr(config, "quantization_config", None) if config.packed_experts else None
         quantization = quantization or (_quantization(kept) if kept is not None else None) or MXFP4_CONFIG
+    if config.tie_word_embeddings and not (kept is not None and _text(kept).get("tie_word_embeddings")):
+        # Readers of a release do not look for tied embeddings; transformers' own `kimi_linear` would make up a head.
+        name = "model.embed_tokens.weight"
+        head = source.specs[name]._replace(name=released_name("lm_head.weight", family))
+        jobs.append(copied(source, head, name))
+        config.tie_word_embeddings = False
     fields = released_config(config, family, None if kept is None else kept.config, quantization)
     if family == KIMI_K3 and kept is not None and not vision:
         fields.pop("vision_config", None)
     files: dict[str, str | Path] = {} if original is None else {path.name: path for path in original.other_files()}
     files |= {path.name: path for path in source.other_files() if not path.name.endswith("_kda_hybrid.py")}
     files["config.json"] = json.dumps(fields, indent=2) + "\n"
-    return Plan(_by_layer(jobs), files)
+    notes = []
+    if config.router_weights_use_bias:
+        notes.append(
+            "this model's routers weigh experts by their biased scores. The released Kimi-Linear code does so too; "
+            "serving engines do not, and will compute something else."
+        )
+    return Plan(_by_layer(jobs), files, notes=notes)
+
+
+def _check_original(source: Checkpoint, config: KdaHybridConfig, original: Checkpoint) -> None:
+    """Raises ValueError if the two are different models; the vocabulary may have been resized, experts packed."""
+    shapes = []
+    for one in (config, read_config(original)):
+        found = {name: shape for name, shape in expected(one).items() if ".experts." not in name}
+        shapes.append(
+            {name: x[1:] if name in _VOCABULARY else x for name, x in found.items() if name != "lm_head.weight"}
+        )
+    differ = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+    if differ:
+        raise ValueError(
+            f"{source.folder} was not made from {original.folder}: {len(differ)} tensors differ in shape, such as "
+            f"`{differ[0]}`."
+        )
+
+
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def _released_head_rates(x: Tensor, family: str, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return (released_head_rates(x, family, length).to(dtype),)
 
 
+def _text(released: Checkpoint) -> dict:
+    """The fields of the text model in a release's config."""
+    return released.config.get("text_config", released.config)
+
+
 def _quantization(released: Checkpoint) -> dict | None:
-    return released.config.get("text_config", released.config).get("quantization_config")
+    return _text(released).get("quantization_config")
 
 
 def _experts(source: Checkpoint, spec: Spec, there: str, original: Checkpoint | None, packs: bool) -> list[Job]:
@@ -276,6 +326,8 @@ def _experts(source: Checkpoint, spec: Spec, there: str, original: Checkpoint | 
     kind = {torch.uint8: "weight_packed"}.get(spec.dtype, "weight") if not stack.endswith("_scale") else "weight_scale"
     count, height, width = spec.shape
     height //= len(matrices)
+    if packs and width % BLOCK:
+        raise ValueError(f"`{spec.name}`: the width {width} is no multiple of {BLOCK}, as MXFP4 needs.")
     jobs = []
     for expert in range(count):
         for i, matrix in enumerate(matrices):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from .checkpoint import CODES, INDEX, SINGLE, Checkpoint, Spec
 
 
-JOURNAL = "conversion.json"
+JOURNAL = ".conversion.json"
 COPY = 32 * 2**20  # bytes of a tensor that is only copied which are in memory at once
 
 
@@ -135,12 +135,18 @@ def write(
     partial = target.with_name(target.name + ".partial")
     if target.exists() and not force:
         raise ValueError(f"{target} exists; nothing is overwritten without `--force`.")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; give a folder to make.")
     target.parent.mkdir(parents=True, exist_ok=True)
     shards = _shards(plan, max_shard_size)
     print_of = _fingerprint(plan, shards)
     done = _resume(partial, print_of, force)
     todo = [shard for shard in shards if shard.file not in done]
-    _check_space(partial, sum(shard.nbytes for shard in todo))
+    _check_space(target.parent, sum(shard.nbytes for shard in todo))
+    if not done:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _replace(partial / JOURNAL, json.dumps({"fingerprint": print_of, "shards": {}}))
     try:
         with tqdm(total=sum(shard.nbytes for shard in todo), unit="B", unit_scale=True, desc="writing") as bar:
             for shard in todo:
@@ -161,8 +167,8 @@ def write(
                 "to go on, or remove it."
             ) from error
         raise
-    (partial / JOURNAL).unlink()
     _move(partial, target)
+    (target / JOURNAL).unlink()
     return target
 
 
@@ -204,22 +210,20 @@ def _resume(partial: Path, print_of: str, force: bool) -> dict[str, list[int]]:
         if journal["fingerprint"] == print_of:
             return {file: sums for file, sums in journal["shards"].items() if (partial / file).exists()}
     except FileNotFoundError:
-        journal = None
-    if partial.exists() and journal is not None and not force:
+        pass
+    begun = partial / f"{JOURNAL}.begun"  # all that a run leaves that was killed before it wrote its journal
+    if partial.exists() and not force and {*partial.iterdir()} - {begun}:
         raise ValueError(
             f"{partial} is left of another conversion, or its source has changed since. Remove it, or give `--force`."
         )
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    _replace(partial / JOURNAL, json.dumps({"fingerprint": print_of, "shards": {}}))
     return {}
 
 
-def _check_space(partial: Path, needed: int) -> None:
-    free = shutil.disk_usage(partial).free
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"{needed:,} bytes are to be written, and {free:,} are free where {partial} is. Nothing was written."
+            f"{needed:,} bytes are to be written, and {free:,} are free in {folder}. Nothing was written."
         )
 
 
@@ -236,7 +240,12 @@ def _write_shard(shard: _Shard, partial: Path, workers: int, bar: tqdm) -> list[
 
         def put(job: Job, piece: Piece) -> list[int]:
             sums = []
-            for spec, made in zip(job.targets, piece.make(*(part.read() for part in piece.parts)), strict=True):
+            try:
+                several = piece.make(*(part.read() for part in piece.parts))
+            except ValueError as error:
+                read = ", ".join(f"`{part.name}`" for part in piece.parts)
+                raise ValueError(f"{job.targets[0].name}, from {read}: {error}") from None
+            for spec, made in zip(job.targets, several, strict=True):
                 if made.dtype != spec.dtype:
                     raise AssertionError(f"{spec.name}: made {made.dtype} in place of {spec.dtype}")
                 data = memoryview(made.contiguous().view(-1).view(torch.uint8).numpy())

@@ -201,6 +201,7 @@ class KdaHybridConfig(PreTrainedConfig):
             near = [] if name.startswith("_") else difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
             if near and not hasattr(type(self), name):
                 raise ValueError(f"unknown field `{name}`; did you mean `{near[0]}`?")
+        self.n_shared_experts = self.n_shared_experts or 0
         if self.linear_value_head_dim is None:
             self.linear_value_head_dim = self.linear_head_dim
         if self.layer_types is None:

@@ -184,10 +184,6 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
             model.config.quantization_config = packing
         missing = sorted(key for key in info["missing_keys"] if not key.startswith("score."))
         extra = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "score.")))
-        vision = [key for key in extra if key.startswith(VISION_PREFIXES)]
-        if vision:
-            logger.warning(f"this is a model of text: left out {len(vision)} tensors of images: {_listed(vision, 4)}.")
-            extra = [key for key in extra if key not in vision]
         shapes = [] if mismatch else [f"{key} {tuple(a)} for {tuple(b)}" for key, a, b in info["mismatched_keys"]]
         if missing or extra or shapes:
             raise ValueError(
@@ -196,6 +192,14 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
                 f"another shape ({len(shapes)}): {_listed(sorted(shapes))}."
             )
         return (model, info) if output_loading_info else model
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """Says once what is left out of a model of texts and images, in place of a report with every name."""
+        vision = sorted(key for key in loading_info.unexpected_keys if key.startswith(VISION_PREFIXES))
+        if vision:
+            logger.warning(f"this is a model of text: left out {len(vision)} tensors of images: {_listed(vision, 4)}.")
+            loading_info.unexpected_keys.difference_update(vision)
+        super()._adjust_missing_and_unexpected_keys(loading_info)
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """As in transformers, under the names of this model's parameters, whatever it was loaded from.

@@ -370,6 +370,7 @@ def released_config(
         ("linear_output_gate_rank", ranks),
         ("linear_output_gate_bias", (False,)),
         ("lora_norm_eps", (1e-6,)),
+        ("router_weights_use_bias", (False, True) if family == KIMI_LINEAR else (False,)),
     ):
         if getattr(config, name) not in allowed:
             beyond.append(f"`{name}` = {getattr(config, name)!r} (there: {allowed[-1]!r})")
@@ -409,6 +410,7 @@ def released_config(
         return text | {
             "head_dim": text.get("head_dim") or config.hidden_size // config.num_attention_heads,
             "model_max_length": config.max_position_embeddings,
+            **({"router_weights_use_bias": True} if config.router_weights_use_bias else {}),
             "rope_theta": text.get("rope_theta") or 10000.0,
             "rope_scaling": None,
         }

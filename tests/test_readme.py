@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, KimiLinearForCausal
 from update_readme import PRESETS, README, RELEASED_SHAPE, ROOT, benchmark_tables, run_programs, write_released
 
 import modeling_kda
+from conversion.__main__ import TOOLS, parser
 from modeling_kda import KdaHybridForCausalLM
 from modeling_kda.compat_transformers import CACHE_NAME
 
@@ -31,7 +32,7 @@ def test_readme_programs_print_what_the_page_shows(page):
     for program, wanted, printed in run_programs(page.read_text()):
         assert wanted is None or printed == wanted, program
         shown += wanted is not None
-    assert shown == (3 if page == README else 0)
+    assert shown == (4 if page == README else 0)
 
 
 def test_readme_begins_with_the_commands_and_a_program():
@@ -78,6 +79,16 @@ def test_readme_names_only_files_and_tests_that_exist():
         assert f"def {name}(" in (ROOT / path).read_text() or not name, f"{path}::{name}"
     comparisons = set(re.findall(r"`(test_comparison_\w+)`", TEXT))
     assert comparisons == {name for name in globals() if name.startswith("test_comparison_")}
+
+
+def test_readme_names_tools_and_options_that_exist():
+    lines = re.findall(r"^python -m conversion (.+?)(?:  +(?=[a-z])[^A-Z\n]*.*)?$", TEXT, re.M)
+    named = set()
+    for line in lines:
+        words = [word for word in line.split() if word.isupper() or word[:2] == "--" or word == line.split()[0]]
+        parser().parse_args(words)  # exits for what it does not know
+        named.add(words[0])
+    assert named == TOOLS.keys()
 
 
 def test_readme_names_versions_and_extras_of_the_package():

@@ -26,14 +26,17 @@ from transformers import AutoConfig, KimiLinearConfig, KimiLinearForCausalLM
 from transformers.utils import logging
 
 import modeling_kda
+from conversion import plans, stream
+from conversion.checkpoint import Checkpoint
 
 
 ROOT = Path(__file__).parents[1]
 README, PRESETS = ROOT / "README.md", ROOT / "configuration" / "README.md"
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n?^```text\n(.*?)^```\n)?", re.M | re.S)
 
-# The README loads the released checkpoint, which is 98 GB. In its place lies this one, written by transformers' class.
-RELEASED = "Kimi-Linear-48B-A3B-Instruct"
+# The README loads released checkpoints of 98 GB and 1.56 TB. In their places lie these: one written by transformers'
+# class, and a small K3.
+RELEASED, RELEASED_K3 = "Kimi-Linear-48B-A3B-Instruct", "Kimi-K3"
 RELEASED_SHAPE = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -85,6 +88,7 @@ def run_programs(text: str) -> Iterator[tuple[str, str | None, str]]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, _working_in(folder):
         write_released(RELEASED)
+        write_released_k3(RELEASED_K3)
         (Path(folder) / "configuration").symlink_to(ROOT / "configuration")
         for program, shown in (found.groups() for found in PROGRAM.finditer(text)):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -107,6 +111,18 @@ def write_released(folder: str | Path) -> None:
     """A small random checkpoint of transformers' own `kimi_linear`."""
     torch.manual_seed(0)
     KimiLinearForCausalLM(KimiLinearConfig(**RELEASED_SHAPE)).save_pretrained(folder)
+
+
+def write_released_k3(folder: str | Path) -> None:
+    """A small random checkpoint as Kimi K3 is released, with experts in MXFP4."""
+    torch.manual_seed(0)
+    shape = RELEASED_SHAPE | {"hidden_size": 64, "mlp_layer_types": None, "linear_gate_lower_bound": -5.0}
+    shape |= {"q_lora_rank": 16, "attention_output_gate": True, "hidden_act": "situ", "situ_beta": 4.0}
+    shape |= {"routed_expert_hidden_size": 32, "latent_moe_use_norm": True, "attn_res_block_size": 2}
+    del shape["num_key_value_heads"]
+    with tempfile.TemporaryDirectory() as ours, contextlib.redirect_stderr(io.StringIO()):
+        modeling_kda.KdaHybridForCausalLM(modeling_kda.KdaHybridConfig(**shape)).save_pretrained(ours)
+        stream.write(plans.to_released(Checkpoint(ours), "kimi_k3", mxfp4=True), folder)
 
 
 def with_outputs(text: str) -> str:
