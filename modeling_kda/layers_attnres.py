@@ -6,7 +6,7 @@ sums of what the finished blocks wrote, and the sum of what the present block ha
 Legend: n candidates, X tokens of all rows, D hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +42,10 @@ def mix(candidates: tuple[Tensor, ...], norm: MixWeight, query: MixWeight, eps: 
     """
     device = candidates[-1].device
     weight = (norm().to(device) * query().to(device)).to(wide(candidates[-1]).dtype)
-    return _Mix.apply(weight, eps, *(x.to(device) for x in candidates))
+    return _mix(weight, eps, [x.to(device) for x in candidates])
 
 
-def _slices(candidates: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+def _slices(candidates: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     """Views `[X, D]` of the candidates, stacked and widened a few tokens at a time: (the tokens, `[n, X, D]`)."""
     flat = [x.flatten(0, -2) for x in candidates]
     size = SLICE_CPU if flat[0].device.type == "cpu" else SLICE_GPU
@@ -62,33 +62,54 @@ def _weights(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Ten
     return rate, product, (rate * product).softmax(0)
 
 
-class _Mix(torch.autograd.Function):
-    """Keeps the candidates only, which the layers hold anyway, and computes the rest again on the way back."""
+# An operator of its own: it keeps the candidates only, which the layers hold anyway, and computes the rest again on
+# the way back. (A torch.autograd.Function with such a backward loses gradients when torch 2.11 compiles it.)
+@torch.library.custom_op("modeling_kda::mix", mutates_args=())
+def _mix(weight: Tensor, eps: float, candidates: Sequence[Tensor]) -> Tensor:
+    out = torch.empty_like(candidates[-1], memory_format=torch.contiguous_format)
+    rows = out.view(-1, out.shape[-1])
+    for tokens, x in _slices(candidates):
+        rows[tokens] = (_weights(x, weight, eps)[2] * x).sum(0)
+    return out
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        weight, ctx.eps, *candidates = inputs
-        ctx.save_for_backward(weight, *candidates)
-        out = torch.empty_like(candidates[-1], memory_format=torch.contiguous_format)
-        rows = out.view(-1, out.shape[-1])
-        for tokens, x in _slices(candidates):
-            rows[tokens] = (_weights(x, weight, ctx.eps)[2] * x).sum(0)
-        return out
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *candidates = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        to_weight = torch.zeros_like(weight)
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in candidates]
-        for tokens, x in _slices(candidates):
-            d = wide(rows[tokens])
-            rate, product, p = _weights(x, weight, ctx.eps)
-            dp = (x * d).sum(-1, keepdim=True)
-            ds = p * (dp - (p * dp).sum(0))  # of the scores
-            to_weight += (ds * rate * x).sum((0, 1))
-            dx = p * d + ds * rate * (weight - rate.square() * (product / x.shape[-1]) * x)
-            for to, one in zip(grads, dx):
-                to.view(-1, to.shape[-1])[tokens] = one
-        return to_weight, None, *grads
+@_mix.register_fake
+def _(weight: Tensor, eps: float, candidates: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(candidates[-1], memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("modeling_kda::mix_backward", mutates_args=())
+def _mix_backward(weight: Tensor, eps: float, candidates: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """Gradients of the weight and of every candidate."""
+    rows = grad.flatten(0, -2)
+    to_weight = torch.zeros_like(weight)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in candidates]
+    for tokens, x in _slices(candidates):
+        d = wide(rows[tokens])
+        rate, product, p = _weights(x, weight, eps)
+        dp = (x * d).sum(-1, keepdim=True)
+        ds = p * (dp - (p * dp).sum(0))  # of the scores
+        to_weight += (ds * rate * x).sum((0, 1))
+        dx = p * d + ds * rate * (weight - rate.square() * (product / x.shape[-1]) * x)
+        for to, one in zip(grads, dx):
+            to.view(-1, to.shape[-1])[tokens] = one
+    return [to_weight, *grads]
+
+
+@_mix_backward.register_fake
+def _(weight: Tensor, eps: float, candidates: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (weight, *candidates)]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    weight, ctx.eps, candidates = inputs
+    ctx.save_for_backward(weight, *candidates)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, list[Tensor]]:
+    weight, *candidates = ctx.saved_tensors
+    to_weight, *grads = _mix_backward(weight, ctx.eps, candidates, grad)
+    return to_weight, None, grads
+
+
+_mix.register_autograd(_backward, setup_context=_save_for_backward)

@@ -29,31 +29,52 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide(x), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
 
-class SiTU(torch.autograd.Function):
+# Operators of their own: they keep their inputs only, and compute the rest again on the way back. (A
+# torch.autograd.Function with such a backward loses gradients when torch 2.11 compiles it.)
+@torch.library.custom_op("modeling_kda::situ", mutates_args=())
+def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     """`beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)`, the activation of Kimi K3.
 
-    Both factors are bounded. In float32 inside; keeps its two inputs only and computes the rest again on the way back.
+    Both factors are bounded; without `linear_beta` the second is `up`. In float32 inside.
     """
+    g, u = wide(gate), wide(up)
+    u = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
+    return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * u).to(gate.dtype)
 
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.betas = beta, linear_beta
-        g, u = wide(gate), wide(up)
-        u = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
-        return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * u).to(gate.dtype)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gate, up), (beta, linear_beta) = ctx.saved_tensors, ctx.betas
-        g, u, d = wide(gate), wide(up), wide(grad)
-        bend, open_ = torch.tanh(g / beta), torch.sigmoid(g)
-        slope = open_ * ((1 - bend.square()) + beta * bend * (1 - open_))
-        line = None if linear_beta is None else torch.tanh(u / linear_beta)
-        to_gate = d * slope * (u if line is None else linear_beta * line)
-        to_up = d * (beta * bend * open_) * (1 if line is None else 1 - line.square())
-        return to_gate.to(gate.dtype), to_up.to(up.dtype), None, None
+@situ.register_fake
+def _(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("modeling_kda::situ_backward", mutates_args=())
+def _situ_backward(
+    gate: Tensor, up: Tensor, beta: float, linear_beta: float | None, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    g, u, d = wide(gate), wide(up), wide(grad)
+    bend, open_ = torch.tanh(g / beta), torch.sigmoid(g)
+    slope = open_ * ((1 - bend.square()) + beta * bend * (1 - open_))
+    line = None if linear_beta is None else torch.tanh(u / linear_beta)
+    to_gate = d * slope * (u if line is None else linear_beta * line)
+    to_up = d * (beta * bend * open_) * (1 if line is None else 1 - line.square())
+    return to_gate.to(gate.dtype), to_up.to(up.dtype)
+
+
+@_situ_backward.register_fake
+def _(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+def _save_situ(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    gate, up, *ctx.betas = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _back_through_situ(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_situ_backward(*ctx.saved_tensors, *ctx.betas, grad), None, None
+
+
+situ.register_autograd(_back_through_situ, setup_context=_save_situ)
 
 
 class GatedActivation(nn.Module):
@@ -66,7 +87,7 @@ class GatedActivation(nn.Module):
         self.act_fn = None if self.situ else ACT2FN[config.hidden_act]
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return SiTU.apply(gate, up, *self.betas) if self.situ else self.act_fn(gate) * up
+        return situ(gate, up, *self.betas) if self.situ else self.act_fn(gate) * up
 
 
 class GatedMLP(nn.Module):
@@ -173,18 +194,31 @@ class Experts(nn.Module):
         return name if fits or name != "grouped_mm" else "eager"
 
 
-class _PackedLinear(torch.autograd.Function):
+@torch.library.custom_op("modeling_kda::packed_linear", mutates_args=())
+def packed_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """`x @ decode(packed, scale).T`; the decoded weight lives no longer than the product, on the way back too."""
+    return F.linear(x, decode(packed, scale, x.dtype))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(packed, scale)
-        return F.linear(x, decode(packed, scale, x.dtype))
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad @ decode(*ctx.saved_tensors, grad.dtype), None, None
+@packed_linear.register_fake
+def _(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+@torch.library.custom_op("modeling_kda::packed_linear_backward", mutates_args=())
+def _packed_linear_backward(packed: Tensor, scale: Tensor, grad: Tensor) -> Tensor:
+    return grad @ decode(packed, scale, grad.dtype)
+
+
+@_packed_linear_backward.register_fake
+def _(packed: Tensor, scale: Tensor, grad: Tensor) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], packed.shape[1] * 2)
+
+
+packed_linear.register_autograd(
+    lambda ctx, grad: (_packed_linear_backward(*ctx.saved_tensors, grad), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
+)
 
 
 class PackedExperts(nn.Module):
@@ -211,10 +245,11 @@ class PackedExperts(nn.Module):
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """One expert, unweighted: `[X, L]` to the same."""
-        x = _PackedLinear.apply(x, self.gate_up_proj[number], self.gate_up_proj_scale[number])
-        return _PackedLinear.apply(
-            self.activation(*x.chunk(2, -1)), self.down_proj[number], self.down_proj_scale[number]
-        )
+        with without_autocast(x):
+            x = packed_linear(x, self.gate_up_proj[number], self.gate_up_proj_scale[number])
+            return packed_linear(
+                self.activation(*x.chunk(2, -1)), self.down_proj[number], self.down_proj_scale[number]
+            )
 
 
 class SparseMLP(nn.Module):

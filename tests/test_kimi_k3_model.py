@@ -284,12 +284,19 @@ def test_forward_in_bfloat16_is_near_and_finite(kind, tmp_path):
     assert logits.loss.item() == pytest.approx(whole(ids, labels=ids).loss.item(), rel=0.2)
 
 
-def test_forward_compiles_without_a_break():
+def test_forward_and_backward_compile_without_a_break():
     model, ids = k3_model(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]), token_ids(40)
     model.set_experts_implementation("batched_mm")  # no loop over what the router chose
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, 1e-5)
+    gradients = []
+    for run in (model, compiled):
+        model.zero_grad()
+        run(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: x.grad.clone() for name, x in model.named_parameters()})
+    for name, want in gradients[0].items():
+        assert_close(gradients[1][name], want, 1e-6, 1e-5, name)
     torch._dynamo.reset()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM
-from modeling_kda.layers_mlp import Experts, GatedActivation, GatedMLP, PackedExperts, RMSNorm, Router, SiTU, SparseMLP
+from modeling_kda.layers_mlp import Experts, GatedActivation, GatedMLP, PackedExperts, RMSNorm, Router, SparseMLP, situ
 from modeling_kda.weights_mxfp4 import decode
 
 
@@ -318,10 +318,10 @@ def inputs_of_all_sizes(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_situ_is_its_formula(betas, dtype):
     gate, up = inputs_of_all_sizes(dtype)
-    got, want = SiTU.apply(gate, up, *betas), situ_by_hand(gate, up, *betas)
+    got, want = situ(gate, up, *betas), situ_by_hand(gate, up, *betas)
     assert got.dtype == dtype
     if dtype == torch.bfloat16:  # in float32 inside, and rounded once
-        assert torch.equal(got, SiTU.apply(gate.float(), up.float(), *betas).bfloat16())
+        assert torch.equal(got, situ(gate.float(), up.float(), *betas).bfloat16())
     relative = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
     assert ((got - want).abs() <= relative * want.abs() + 1e-12).all()
 
@@ -330,7 +330,7 @@ def test_situ_is_its_formula(betas, dtype):
 def test_situ_has_the_exact_gradient(betas):
     """At +-100 as well, where one of the two bounds, or both, are reached."""
     gate, up = inputs_of_all_sizes()
-    assert torch.autograd.gradcheck(lambda *x: SiTU.apply(*x, *betas), (gate, up), atol=1e-6)
+    assert torch.autograd.gradcheck(lambda *x: situ(*x, *betas), (gate, up), atol=1e-6)
 
 
 @pytest.mark.parametrize("betas", BETAS, ids=str)
@@ -338,7 +338,7 @@ def test_situ_has_the_exact_gradient(betas):
 def test_situ_has_the_gradient_of_its_formula(betas, dtype):
     gate, up = inputs_of_all_sizes(dtype)
     weights = torch.randn(gate.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    got = torch.autograd.grad((SiTU.apply(gate, up, *betas) * weights).sum(), (gate, up))
+    got = torch.autograd.grad((situ(gate, up, *betas) * weights).sum(), (gate, up))
     want = torch.autograd.grad((situ_by_hand(gate, up, *betas) * weights.double()).sum(), (gate, up))
     for one, other in zip(got, want):
         assert one.dtype == dtype
@@ -351,7 +351,7 @@ def test_situ_has_the_gradient_of_its_formula(betas, dtype):
 def test_situ_keeps_its_two_inputs_only(dtype):
     (gate, up), saved = inputs_of_all_sizes(dtype), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        SiTU.apply(gate, up, 4.0, 25.0)
+        situ(gate, up, 4.0, 25.0)
     assert [x.data_ptr() for x in saved] == [gate.data_ptr(), up.data_ptr()]
 
 
