@@ -26,6 +26,7 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.bench_ops
 	$(BIN)/python -m tests.benchmarks.bench_model
+	$(BIN)/python -m tests.benchmarks.bench_load
 
 clean:
 	rm -rf $(VENV) $(FLOOR)

@@ -226,13 +226,25 @@ def test_benchmark_tables_are_the_numbers_of_the_last_lines():
         "ours": {"tok_s": {"1": 50.0, "8": 300.0}, "peak_mib": 700.0}, "speed": {"1": 2.0, "8": 1.5}, "memory": 2.0,
         "peer": {"tok_s": {"1": 25.0, "8": 200.0}, "peak_mib": 1400.0},
     }  # fmt: skip
-    lines = [json.dumps({"machine": machine, "cases": cases}) for cases in ([operation], [decode])]
-    got = benchmark_tables("\n".join(["a table", lines[0], "another", lines[1]]))
+    load = {
+        "name": "load", "bytes": 1_970_000_000, "ours": {"seconds": 4.321, "peak_mib": 3500.0, "before_mib": 300.0},
+    }  # fmt: skip
+    loads = [load, load | {"peer": {"seconds": 5.0, "peak_mib": 99.9}, "speed": 1.16, "memory": 0.03}]
+    lines = [json.dumps({"machine": machine, "cases": cases}) for cases in ([operation], [decode], loads)]
+    got = benchmark_tables("\n".join(["a table", lines[0], "another", *lines[1:]]))
     note = (
         "`python -m tests.benchmarks.bench_ops`: A CPU, threads: 2, Python 3.11.7, torch 2.13.0, transformers 5.24.0, "
         "modeling_kda 0.1.0."
     )
-    assert got == textwrap.dedent(f"""\
+    assert got.pop("loading") == textwrap.dedent(f"""\
+        | checkpoint on disk | GB | ours, s | transformers, s | ours, peak MiB | transformers, peak MiB |
+        | --- | ---: | ---: | ---: | ---: | ---: |
+        | load | 1.97 | 4.32 | - | 3,500 | - |
+        | load | 1.97 | 4.32 | 5 | 3,500 | 99.9 |
+
+        {note}
+        """)
+    assert got.pop("benchmarks") == textwrap.dedent(f"""\
         | operation | dtype | ours, ms | transformers, ms | times as fast | ours, MiB | transformers, MiB |
         | --- | --- | ---: | ---: | ---: | ---: | ---: |
         | forward T=512 | float32 | 12.3 | 1,234 | 100.0x | 8 | 80 |
@@ -246,3 +258,4 @@ def test_benchmark_tables_are_the_numbers_of_the_last_lines():
 
         {note}
         """)
+    assert not got

@@ -189,10 +189,26 @@ def demo_lines(printed: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines if "it/s" not in line and "s/it" not in line)
 
 
-def benchmark_tables(printed: str) -> str:
-    """Tables from the lines of JSON in what the benchmarks printed."""
-    reports = [json.loads(line) for line in printed.splitlines() if line.startswith('{"machine"')]
-    return "\n".join(_benchmark_table(report) for report in reports)
+def benchmark_tables(printed: str) -> dict[str, str]:
+    """Tables from the lines of JSON in what the benchmarks printed, by the name of the block where they stand."""
+    blocks: dict[str, list[str]] = {}
+    for report in (json.loads(line) for line in printed.splitlines() if line.startswith('{"machine"')):
+        loads = "seconds" in report["cases"][0]["ours"]
+        table = (_loading_table if loads else _benchmark_table)(report)
+        blocks.setdefault("loading" if loads else "benchmarks", []).append(table)
+    return {name: "\n".join(tables) for name, tables in blocks.items()}
+
+
+def _loading_table(report: dict[str, Any]) -> str:
+    lines = [
+        "| checkpoint on disk | GB | ours, s | transformers, s | ours, peak MiB | transformers, peak MiB |\n",
+        "| --- | ---: | ---: | ---: | ---: | ---: |\n",
+    ]
+    for case in report["cases"]:
+        sides = (case["ours"], case.get("peer"))
+        seconds, memory = ([_digits(side[x]) if side else "-" for side in sides] for x in ("seconds", "peak_mib"))
+        lines.append(f"| {case['name']} | {case['bytes'] / 1e9:.2f} | {' | '.join([*seconds, *memory])} |\n")
+    return "".join([*lines, _where(report["machine"])])
 
 
 def _benchmark_table(report: dict[str, Any]) -> str:
@@ -220,12 +236,14 @@ def _benchmark_table(report: dict[str, Any]) -> str:
         for name, a, b, speed in rows:
             numbers = [_digits(a), _digits(b), f"{speed:.1f}x", _digits(ours[size]), _digits(peer[size])]
             lines.append(f"| {name} | {case['dtype']} | {' | '.join(numbers)} |\n")
-    here = report["machine"]
-    lines.append(
+    return "".join([*lines, _where(report["machine"])])
+
+
+def _where(here: dict[str, Any]) -> str:
+    return (
         f"\n`{here['command']}`: {here['cpu']}, threads: {here['cores']}, Python {here['python']}, "
         f"torch {here['torch']}, transformers {here['transformers']}, modeling_kda {here['modeling_kda']}.\n"
     )
-    return "".join(lines)
 
 
 def _digits(number: float) -> str:
@@ -239,7 +257,8 @@ def main() -> None:
     for file in sys.argv[1:]:  # first of all: a pipe ends when the benchmarks do, and nothing may disturb them
         printed = Path(file).read_text()
         if '{"machine"' in printed:
-            text = with_marked(text, "benchmarks", benchmark_tables(printed))
+            for name, tables in benchmark_tables(printed).items():
+                text = with_marked(text, name, tables)
         else:
             text = with_marked(text, "demo", f"```text\n{demo_lines(printed)}```\n")
     text = with_outputs(text)

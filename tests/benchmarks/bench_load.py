@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from .common import arguments, clock, fresh, peak_mib, ratio, report, table
 
@@ -66,12 +67,12 @@ def write(folder: str, kind: str, quick: bool) -> dict[str, int]:
     """A random checkpoint, made tensor by tensor. In a process of its own."""
     from conversion import plans, stream
     from conversion.checkpoint import Checkpoint, Spec
-    from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM
+    from modeling_kda import KdaHybridConfig
 
     fields = (KIMI_LINEAR if kind == "kimi_linear" else KIMI_K3) | (SMALL if quick else {})
     config = KdaHybridConfig(**fields)
     with torch.device("meta"):
-        model = KdaHybridForCausalLM(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
