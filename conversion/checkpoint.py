@@ -85,19 +85,21 @@ class Checkpoint:
 
     def _shards(self) -> dict[str, set[str] | None]:
         """File -> the names that the index promises in it; None without an index."""
-        if not (self.folder / INDEX).exists():
-            if not (self.folder / SINGLE).exists():
-                there = sorted(x.name for x in self.folder.glob("*") if x.suffix in (".safetensors", ".bin", ".pth"))
-                raise ValueError(
-                    f"{self.folder} has neither `{SINGLE}` nor `{INDEX}`; weights are read from safetensors only. "
-                    f"Weights there: {', '.join(there) or 'none'}."
-                )
+        if (self.folder / SINGLE).exists():  # first, as transformers does
             return {SINGLE: None}
+        if not (self.folder / INDEX).exists():
+            there = sorted(x.name for x in self.folder.glob("*") if x.suffix in (".safetensors", ".bin", ".pth"))
+            raise ValueError(
+                f"{self.folder} has neither `{SINGLE}` nor `{INDEX}`; weights are read from safetensors only. "
+                f"Weights there: {', '.join(there) or 'none'}."
+            )
         places = self._json(INDEX).get("weight_map")
         if not isinstance(places, dict):
             raise ValueError(f"{self.folder / INDEX} has no `weight_map`.")
-        for file in set(map(str, places.values())):
-            if Path(file).name != file or file == "..":
+        if odd := [name for name, file in places.items() if not isinstance(file, str)]:
+            raise ValueError(f"{INDEX} puts `{odd[0]}` into {places[odd[0]]!r}, which is no file's name.")
+        for file in set(places.values()):
+            if not file or Path(file).name != file or file == "..":
                 raise ValueError(f"{INDEX} names the file {file!r}; only files of its own folder are read.")
         shards: dict[str, set[str]] = {}
         for name, file in places.items():
@@ -106,7 +108,7 @@ class Checkpoint:
 
     def _read_header(self, file: str, promised: set[str] | None, complete: bool) -> None:
         path = self.folder / file
-        if not path.exists():
+        if not path.is_file():
             if complete:
                 raise ValueError(f"{path} is missing; {INDEX} says it has {len(promised)} tensors.")
             self.missing += sorted(promised)

@@ -34,8 +34,6 @@ def _size(text: str) -> str:
 
 
 def _carry_out(plan: stream.Plan, given: argparse.Namespace) -> None:
-    if given.source.resolve() == given.target.resolve():
-        raise ValueError("source and target are the same folder.")
     for note in plan.notes:
         print(note)
     stream.write(plan, given.target, given.force, given.workers, given.max_shard_size)

@@ -17,6 +17,7 @@ from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM, KdaHybridForSequ
 
 from . import plans
 from .checkpoint import Checkpoint
+from .stream import check_target
 
 
 CLASSES = {
@@ -56,9 +57,11 @@ def export(source: str | Path, target: str | Path, force: bool = False) -> str:
         force: whether a folder of that name is replaced.
 
     Raises:
-        ValueError: `source` is of another layout or not whole, `target` exists, or the clean process cannot load it.
+        ValueError: `source` is of another layout or not whole, `target` exists or holds the source, or the clean
+            process cannot load it.
     """
-    source, target = Checkpoint(source), Path(target)
+    source, target = Checkpoint(source), Path(target).resolve()
+    check_target(target, source)
     if not plans.is_ours(source):
         raise ValueError(f"{source.folder} is no `kda_hybrid` checkpoint; run `to-kda-hybrid` on it first.")
     if target.exists() and not force:
@@ -71,7 +74,8 @@ def export(source: str | Path, target: str | Path, force: bool = False) -> str:
         partial.mkdir()
         files = {source.folder / file for file in source.files.values()} | set(source.folder.glob("*.index.json"))
         for path in (*source.other_files(), *files):
-            shutil.copyfile(path, partial / path.name)
+            if path.suffix != ".py":  # the code of this package alone is exported
+                shutil.copyfile(path, partial / path.name)
         _write_code(config, partial)
         loaded = _load(partial)
         if target.exists():
@@ -94,17 +98,14 @@ def _write_code(config: KdaHybridConfig, folder: Path) -> None:
 
 
 def _load(folder: Path) -> str:
-    cache = folder.with_name(folder.name + ".modules")
-    try:
+    with tempfile.TemporaryDirectory() as elsewhere:  # Python looks for modules where it runs
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE, str(folder)],
+            [sys.executable, "-c", _PROBE, str(folder.resolve())],
             capture_output=True,
             text=True,
-            env={**os.environ, "HF_MODULES_CACHE": str(cache), "PYTHONPATH": ""},
-            cwd=folder,
+            env={**os.environ, "HF_MODULES_CACHE": elsewhere, "PYTHONPATH": ""},
+            cwd=elsewhere,
         )
-    finally:
-        shutil.rmtree(cache, ignore_errors=True)
     if done.returncode:
         raise ValueError(f"what was exported does not load in a clean process:\n{done.stderr.strip()[-2000:]}")
     return done.stdout.strip().splitlines()[-1]

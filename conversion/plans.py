@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import modeling_kda
 from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM
 from modeling_kda.weights_kda import (
     EXPERT_STACKS,
+    KEPT_IN_FLOAT32,
     KIMI_K3,
     KIMI_LINEAR,
     MXFP4_CONFIG,
@@ -27,12 +29,14 @@ from modeling_kda.weights_kda import (
 )
 from modeling_kda.weights_mxfp4 import BLOCK, check_scales, decode, encode
 
-from .checkpoint import SINGLE, Checkpoint, Spec
+from .checkpoint import CODES, DTYPES, SINGLE, Checkpoint, Spec
 from .stream import Job, Part, Piece, Plan, copied, same
 
 
 # What of a release our model has no place for is kept here, for the way back.
 KEPT = "released"
+# Names of the files of code that an exported folder has.
+OUR_MODULES = {path.name for path in Path(modeling_kda.__file__).parent.glob("*.py")}
 
 
 def read_config(source: Checkpoint) -> KdaHybridConfig:
@@ -95,7 +99,8 @@ def to_kda_hybrid(source: Checkpoint, unpack: bool = False, dtype: torch.dtype =
     notes, metadata = [], {}
     if "linear_attn_config" in _text(source):
         files[f"{KEPT}/config.json"] = json.dumps(source.config, indent=2) + "\n"
-        metadata[f"{KEPT}/{SINGLE}"] = {"A_log": str(max(lengths, default=0))}
+        types = {name: CODES[dtype] for name, dtype in _types(source).items()}
+        metadata[f"{KEPT}/{SINGLE}"] = {"A_log": str(max(lengths, default=0)), "types": json.dumps(types)}
         kept = f"{KEPT}/{SINGLE}"
         jobs += [copied(source, source.specs[name], name)._replace(file=kept) for name in vision]
     if vision:
@@ -104,6 +109,12 @@ def to_kda_hybrid(source: Checkpoint, unpack: bool = False, dtype: torch.dtype =
             f"{', '.join(sorted(vision)[:3])}, ..."
         )
     return Plan(_by_layer(jobs), files, metadata, notes)
+
+
+def _types(released: Checkpoint) -> dict[str, torch.dtype]:
+    """The types of those tensors of a release that are kept in float32 here, by the ends of their names."""
+    ends = ((KEPT_IN_FLOAT32.search(our_name(name)), spec.dtype) for name, spec in released.specs.items())
+    return {end[0]: dtype for end, dtype in ends if end}
 
 
 def _head_rates(heads: int):
@@ -232,6 +243,10 @@ def to_released(source: Checkpoint, family: str, original: Checkpoint | None = N
     config = read_config(source)
     if family == KIMI_LINEAR and (config.packed_experts or mxfp4):
         raise ValueError("a released kimi_linear checkpoint has no experts in MXFP4; convert with `--unpack` first.")
+    if original is not None and original.config.get("model_type") != family:
+        raise ValueError(
+            f"`--original` {original.folder} is of `model_type` {original.config.get('model_type')!r}, not {family!r}."
+        )
     kept = original
     if kept is None and (source.folder / KEPT / "config.json").exists():
         kept = Checkpoint(source.folder / KEPT)
@@ -241,16 +256,21 @@ def to_released(source: Checkpoint, family: str, original: Checkpoint | None = N
     if kept is not None:
         a_logs = [spec.numel for name, spec in kept.specs.items() if name.endswith(".A_log")]
         length = max(a_logs, default=int(kept.metadata.get("A_log", length)))
+    types: dict[str, torch.dtype] = {}
     rest = config.dtype if isinstance(config.dtype, (torch.dtype, type(None))) else getattr(torch, config.dtype)
     check_complete(source, config, source.specs.values())
     if original is not None:
         _check_original(source, config, original)
 
+    if kept is not None and rest is not None and str(rest).endswith(_text(kept).get("dtype", "?")):
+        types = {name: DTYPES[code] for name, code in json.loads(kept.metadata.get("types", "{}")).items()}
+        types |= _types(kept)
     packs = mxfp4 or (original is not None and is_mxfp4(_quantization(original)))
     jobs: list[Job] = []
     for name, spec in source.specs.items():
         there = released_name(name, family)
-        to = released_dtype(name, spec.dtype, family, rest)
+        to = types.get(KEPT_IN_FLOAT32.search(name)[0]) if KEPT_IN_FLOAT32.search(name) else None
+        to = to or released_dtype(name, spec.dtype, family, rest)
         if ".mlp.experts." in name:
             jobs += _experts(source, spec, there, original, packs and not config.packed_experts)
         elif name.endswith(".A_log"):
@@ -276,7 +296,7 @@ def to_released(source: Checkpoint, family: str, original: Checkpoint | None = N
     if family == KIMI_K3 and kept is not None and not vision:
         fields.pop("vision_config", None)
     files: dict[str, str | Path] = {} if original is None else {path.name: path for path in original.other_files()}
-    files |= {path.name: path for path in source.other_files() if not path.name.endswith("_kda_hybrid.py")}
+    files |= {path.name: path for path in source.other_files() if path.name not in OUR_MODULES}
     files["config.json"] = json.dumps(fields, indent=2) + "\n"
     notes = []
     if config.router_weights_use_bias:
@@ -316,7 +336,7 @@ def _text(released: Checkpoint) -> dict:
 
 
 def _quantization(released: Checkpoint) -> dict | None:
-    return _text(released).get("quantization_config")
+    return _text(released).get("quantization_config") or released.config.get("quantization_config")
 
 
 def _experts(source: Checkpoint, spec: Spec, there: str, original: Checkpoint | None, packs: bool) -> list[Job]:

@@ -131,7 +131,8 @@ def write(
         ValueError: `target` exists, or is being written from something else, and `force` is not given; too little
             space; what was written reads back otherwise.
     """
-    target = Path(target)
+    target = Path(target).resolve()
+    check_target(target, *_sources(plan))
     partial = target.with_name(target.name + ".partial")
     if target.exists() and not force:
         raise ValueError(f"{target} exists; nothing is overwritten without `--force`.")
@@ -142,6 +143,8 @@ def write(
     print_of = _fingerprint(plan, shards)
     done = _resume(partial, print_of, force)
     todo = [shard for shard in shards if shard.file not in done]
+    for begun in partial.rglob("*.safetensors.begun"):  # of a run that was killed; it takes room that is needed
+        begun.unlink()
     _check_space(target.parent, sum(shard.nbytes for shard in todo))
     if not done:
         shutil.rmtree(partial, ignore_errors=True)
@@ -190,8 +193,7 @@ def _shards(plan: Plan, max_shard_size: int | str) -> list[_Shard]:
 def _fingerprint(plan: Plan, shards: list[_Shard]) -> str:
     """Of what is written, and of the files it is read from."""
     what = hashlib.sha256()
-    sources = {part.checkpoint for job in plan.jobs for piece in job.pieces for part in piece.parts}
-    for checkpoint in sorted(sources, key=lambda x: str(x.folder)):
+    for checkpoint in sorted(_sources(plan), key=lambda x: str(x.folder)):
         for file in sorted(set(checkpoint.files.values())):
             state = (checkpoint.folder / file).stat()
             what.update(f"{checkpoint.folder.resolve()}/{file} {state.st_size} {state.st_mtime_ns}\n".encode())
@@ -322,9 +324,20 @@ def _replace(path: Path, text: str) -> None:
 
 def _move(partial: Path, target: Path) -> None:
     """Renames the finished folder; one in its place is removed only when the new one stands there."""
-    old = target.with_name(target.name + ".old")
+    old = target.with_name(f".{target.name}.replaced")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(target, old)
     os.replace(partial, target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def check_target(target: Path, *sources: Checkpoint) -> None:
+    """Raises ValueError if writing `target` would remove what is read."""
+    for source in sources:
+        if source.folder.resolve().is_relative_to(target):
+            raise ValueError(f"{target} is or holds {source.folder}, which is read; choose another target.")
+
+
+def _sources(plan: Plan) -> set[Checkpoint]:
+    return {part.checkpoint for job in plan.jobs for piece in job.pieces for part in piece.parts}

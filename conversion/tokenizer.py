@@ -5,7 +5,8 @@
 The ids are those of `tiktoken` with the release's ranks and pattern. The release's own Python tokenizer also cuts runs
 of more than 25,000 characters with no white space (or nothing else) in them, which tiktoken once could not take: ids
 can differ at such a cut, and only there. Its chat renderer for Kimi K3 encodes what users write with the markers
-switched off: pass `sanitize_control_tokens=True` to `apply_chat_template` for that.
+switched off: pass `sanitize_control_tokens=True` to `apply_chat_template` for that (transformers 5.24; 5.17 ignores
+it).
 """
 
 import argparse

@@ -220,6 +220,9 @@ class KdaHybridConfig(PreTrainedConfig):
         for name in (*KdaHybridConfig.__annotations__, "dtype"):
             if name in text:
                 setattr(self, name, text[name])
+        text = {"quantization_config": given.get("quantization_config"), **text}
+        if text["quantization_config"] is None:
+            del text["quantization_config"]
         known = (*RELEASED_NAMES, *RELEASED_CONSTANTS, *RELEASED_IGNORED, *RELEASED_STRUCTURE, "quantization_config")
         return text.get("model_type", "kimi_linear"), {name: text[name] for name in known if name in text}
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ops_reference import wide
+from .ops_reference import OPERATORS, wide
 
 
 # Numbers of all candidates that are held in float32 at once.
@@ -64,7 +64,9 @@ def _weights(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Ten
 
 # An operator of its own: it keeps the candidates only, which the layers hold anyway, and computes the rest again on
 # the way back. (A torch.autograd.Function with such a backward loses gradients when torch 2.11 compiles it.)
-@torch.library.custom_op("modeling_kda::mix", mutates_args=())
+@torch.library.custom_op(
+    f"{OPERATORS}::mix", mutates_args=(), schema="(Tensor weight, float eps, Tensor[] candidates) -> Tensor"
+)
 def _mix(weight: Tensor, eps: float, candidates: Sequence[Tensor]) -> Tensor:
     out = torch.empty_like(candidates[-1], memory_format=torch.contiguous_format)
     rows = out.view(-1, out.shape[-1])
@@ -78,7 +80,11 @@ def _(weight: Tensor, eps: float, candidates: Sequence[Tensor]) -> Tensor:
     return torch.empty_like(candidates[-1], memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("modeling_kda::mix_backward", mutates_args=())
+@torch.library.custom_op(
+    f"{OPERATORS}::mix_backward",
+    mutates_args=(),
+    schema="(Tensor weight, float eps, Tensor[] candidates, Tensor grad) -> Tensor[]",
+)
 def _mix_backward(weight: Tensor, eps: float, candidates: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
     """Gradients of the weight and of every candidate."""
     rows = grad.flatten(0, -2)

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
 
 from .configuration_kda_hybrid import KdaHybridConfig
-from .ops_reference import wide, without_autocast
+from .ops_reference import OPERATORS, wide, without_autocast
 from .weights_mxfp4 import BLOCK, decode
 
 
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
 # Operators of their own: they keep their inputs only, and compute the rest again on the way back. (A
 # torch.autograd.Function with such a backward loses gradients when torch 2.11 compiles it.)
-@torch.library.custom_op("modeling_kda::situ", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::situ", mutates_args=())
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     """`beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)`, the activation of Kimi K3.
 
@@ -47,7 +47,7 @@ def _(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tenso
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("modeling_kda::situ_backward", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::situ_backward", mutates_args=())
 def _situ_backward(
     gate: Tensor, up: Tensor, beta: float, linear_beta: float | None, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ class Experts(nn.Module):
         return name if fits or name != "grouped_mm" else "eager"
 
 
-@torch.library.custom_op("modeling_kda::packed_linear", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::packed_linear", mutates_args=())
 def packed_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """`x @ decode(packed, scale).T`; the decoded weight lives no longer than the product, on the way back too."""
     return F.linear(x, decode(packed, scale, x.dtype))
@@ -205,7 +205,7 @@ def _(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
-@torch.library.custom_op("modeling_kda::packed_linear_backward", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::packed_linear_backward", mutates_args=())
 def _packed_linear_backward(packed: Tensor, scale: Tensor, grad: Tensor) -> Tensor:
     return grad @ decode(packed, scale, grad.dtype)
 
@@ -224,7 +224,8 @@ packed_linear.register_autograd(
 class PackedExperts(nn.Module):
     """`Experts` in MXFP4, as a Kimi K3 checkpoint holds them. An expert is decoded when tokens come to it.
 
-    The weights do not train; gradients pass through to what is before them.
+    The weights do not train; gradients pass through to what is before them. They are parameters, so that a device map
+    places and offloads them: bytes, which `requires_grad_(True)` refuses and `num_parameters()` counts as they are.
     """
 
     def __init__(self, config: KdaHybridConfig):

@@ -151,7 +151,7 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
         the text model), for transformers' `kimi_linear` and flash-linear-attention's `kda`.
 
         A field of the config may be given as an argument. `packed_experts=True` keeps experts that the checkpoint has
-        in MXFP4 as they are; otherwise they are decoded, exactly.
+        in MXFP4 as they are; otherwise they are decoded, exactly (float16 is refused where it cannot hold them).
 
         Raises:
             ValueError: a parameter that no tensor of the checkpoint fills, a tensor that nothing takes or that has
@@ -160,7 +160,7 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
         """
         mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         if not isinstance(config, PreTrainedConfig):
-            config = _read_config(config or name_or_path, kwargs)
+            config = _read_config(config or name_or_path, kwargs) or config
         packing = getattr(config, "quantization_config", None)
         if is_mxfp4(packing):
             # Hidden from transformers, which would hand the whole model to a quantizer.

@@ -15,6 +15,7 @@ A document is a stretch of tokens with a state of its own. Without `cu_seqlens` 
 `cu_seqlens = [0, t1, ..., T]` the batch has one row, and document n is the tokens from `cu_seqlens[n]` on.
 """
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+# Where operators are registered. A copy of this code, from a checkpoint, must not take the place of another's.
+OPERATORS = re.sub(r"\W", "_", __name__.rpartition(".")[0]) or "modeling_kda"
 UNIT_EPS = 1e-6  # Added to the SUM of squares, not the mean (fla.modules.l2norm).
 
 

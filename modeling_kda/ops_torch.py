@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops_reference import UNIT_EPS, KdaCall, operands, wide, without_autocast, writable
+from .ops_reference import OPERATORS, UNIT_EPS, KdaCall, operands, wide, without_autocast, writable
 
 
 NAME = "torch"
@@ -365,7 +365,7 @@ class _Scatter:
 
 
 # Operators of their own, so that `torch.compile(fullgraph=True)` does not unroll their loops.
-@torch.library.custom_op("modeling_kda::chunked", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::chunked", mutates_args=())
 def _chunked(
     q: Tensor,
     k: Tensor,
@@ -402,7 +402,7 @@ def _(q, k, v, gate, beta, A_log, dt_bias, state, lower_bound, cu_seqlens, keep)
     return torch.empty_like(v), S, S.new_empty(segments, *S.shape)
 
 
-@torch.library.custom_op("modeling_kda::chunked_backward", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::chunked_backward", mutates_args=())
 def _chunked_backward(
     q: Tensor,
     k: Tensor,

@@ -22,7 +22,7 @@ from .configuration_kda_hybrid import (
     RELEASED_NAMES,
     KdaHybridConfig,
 )
-from .weights_mxfp4 import BLOCK, check_scales, decode
+from .weights_mxfp4 import BLOCK, check_scales, decode, fits_float16
 
 
 # Kimi K3 is a model of texts and images; its text model has this prefix, the rest these.
@@ -177,6 +177,8 @@ class StackExperts(_Strict):
         codes, scales = ([[x.to(torch.uint8) for x in part] for part in parts] for parts in (codes, scales))
         for x in (x for part in scales for x in part):
             check_scales(x, "weight_scale")
+            if dtype == torch.float16 and not fits_float16(x):
+                raise ValueError("float16 cannot hold all of its experts' numbers; use bfloat16 or float32.")
         if dtype == torch.uint8:
             return {target: _stacked(codes), f"{target}_scale": _stacked(scales)}
         return {target: _stacked(codes, scales, dtype)}
@@ -293,6 +295,10 @@ def expert_of(name: str) -> tuple[str, int, str, str] | None:
 
 # The way back.
 
+# What the model keeps in float32, by the ends of its names.
+KEPT_IN_FLOAT32 = re.compile(
+    r"\.(A_log|dt_bias|[qkv]_conv1d\.weight|o_norm\.weight|mlp\.gate\.weight|e_score_correction_bias)$"
+)
 KIMI_LINEAR, KIMI_K3 = "kimi_linear", "kimi_k3"
 _SPARSE_ONLY = re.compile(r"\.mlp\.(gate|shared_experts|routed_expert_\w+|experts)\.")
 # Float32 in a released Kimi K3, whatever the rest is in.
@@ -419,9 +425,10 @@ def released_config(
     top = {
         name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "tie_word_embeddings")
     }
+    rest = {name: value for name, value in original.items() if name != "quantization_config"}
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
-        **original,
+        **rest,
         **top,
         "model_type": KIMI_K3,
         "text_config": text,

@@ -55,7 +55,8 @@ def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16, o
     if out is None:
         out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)
     fours, powers = _tables(packed.device)
-    pairs, scales, rows = (x.reshape(-1, x.shape[-1]) for x in (packed, scale, out))
+    pairs, scales = packed.reshape(-1, packed.shape[-1]), scale.reshape(-1, scale.shape[-1])
+    rows = out.view(*pairs.shape[:1], 2 * pairs.shape[1])
     step = max(1, SLICE // max(1, pairs.shape[1])) if packed.device.type == "cpu" else max(1, len(pairs))
     for i in range(0, len(pairs), step):
         index = pairs[i : i + step].contiguous().view(torch.int16).int().bitwise_and_(2**16 - 1).flatten()
@@ -70,6 +71,11 @@ def check_scales(scale: Tensor, name: str) -> None:
     bad = int((scale == NOT_A_NUMBER).sum())
     if bad:
         raise ValueError(f"`{name}` holds {bad} scale bytes of {NOT_A_NUMBER}, which stand for no number (NaN).")
+
+
+def fits_float16(scale: Tensor) -> bool:
+    """Whether float16 holds every number that codes can make with these scale bytes: from 2^-24 to 6 * 2^13."""
+    return bool(((scale >= BIAS - 23) & (scale <= BIAS + 13)).all())
 
 
 def encode(weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -273,7 +273,7 @@ def test_existing_target_is_replaced_only_with_force(source, tmp_path, capsys):
 
 def test_source_is_never_the_target(source, capsys):
     before = everything(source)
-    assert "same folder" in fails(capsys, "to-kda-hybrid", source, source.parent / "source", "--force")
+    assert "which is read" in fails(capsys, "to-kda-hybrid", source, source.parent / "source", "--force")
     assert everything(source) == before
 
 
