@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from conversion.checkpoint import CODES, Checkpoint
 from modeling_kda.weights_kda import KIMI_K3
 
 
+PRESET = Path(__file__).parents[1] / "configuration" / "kimi_k3_text"
 TOTAL = 1_560_860_324_864  # bytes, of the release's own index
 PARAMETERS = 2_779_484_478_208  # of the text model, by the names and shapes of the release
 
@@ -168,7 +170,7 @@ def test_every_released_tensor_has_its_place_and_the_way_back(release, tensors):
 
 def test_parameters_of_the_preset_are_those_of_the_release():
     with torch.device("meta"):
-        model = plans.KdaHybridForCausalLM(plans.KdaHybridConfig.from_pretrained("configuration/kimi_k3_text"))
+        model = plans.KdaHybridForCausalLM(plans.KdaHybridConfig.from_pretrained(PRESET))
     numbers = sum(x.numel() for x in model.state_dict().values())
     assert numbers + 69 * (128 - 96) == PARAMETERS  # the release holds zeros behind the 96 heads of A_log
     assert model.num_parameters() == numbers - 92 * 896  # the routers' correction biases are buffers
