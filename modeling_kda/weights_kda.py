@@ -173,14 +173,13 @@ class StackExperts(_Strict):
             raise ValueError("`packed_experts` is for experts in MXFP4, and these are not; leave it out.")
         if plain:
             return {target: _stacked(plain)}
-        # What loads a checkpoint casts what it reads to the model's type, which holds every byte exactly.
-        codes, scales = ([[x.to(torch.uint8) for x in part] for part in parts] for parts in (codes, scales))
-        for x in (x for part in scales for x in part):
-            check_scales(x, "weight_scale")
-            if dtype == torch.float16 and not fits_float16(x):
-                raise ValueError("float16 cannot hold all of its experts' numbers; use bfloat16 or float32.")
         if dtype == torch.uint8:
-            return {target: _stacked(codes), f"{target}_scale": _stacked(scales)}
+            both = {
+                target: _stacked(codes, dtype=torch.uint8),
+                f"{target}_scale": _stacked(scales, dtype=torch.uint8),
+            }
+            check_scales(both[f"{target}_scale"], "weight_scale")
+            return both
         return {target: _stacked(codes, scales, dtype)}
 
     @property
@@ -193,8 +192,12 @@ def _stacked(
 ) -> Tensor:
     """`[experts, rows of all parts, width]` from the experts' matrices, part by part; each is freed once it is copied.
 
-    With `scales`, the matrices are codes, and they are decoded to `dtype`.
+    With `scales`, the matrices are codes, and they are decoded to `dtype`. (What loads a checkpoint may have cast the
+    bytes to the model's type, which holds each of them exactly.)
     """
+    for part in (*parts, *(scales or [])):
+        if len(shapes := {tuple(x.shape) for x in part}) > 1:
+            raise ValueError(f"its experts differ in shape: {sorted(shapes)}.")
     experts, first = len(parts[0]), parts[0][0]
     width = first.shape[1] * (1 if scales is None else 2)
     stack = first.new_empty(experts, sum(part[0].shape[0] for part in parts), width, dtype=dtype or first.dtype)
@@ -207,7 +210,11 @@ def _stacked(
             if scales is None:
                 to.copy_(matrix)
             else:
-                decode(matrix, scales[number].pop(), out=to)
+                scale = scales[number].pop().to(torch.uint8)
+                check_scales(scale, "weight_scale")
+                if dtype == torch.float16 and not fits_float16(scale):
+                    raise ValueError("float16 cannot hold all of its experts' numbers; use bfloat16 or float32.")
+                decode(matrix.to(torch.uint8), scale, out=to)
     return stack
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -359,3 +360,15 @@ def test_output_gate_bias_is_saved_loaded_and_added(tmp_path):
         assert (model(ids).logits - want).abs().max() > 1e-2
         model.load_state_dict(plain.state_dict(), strict=False)
         assert_close(model(ids).logits, plain(ids).logits, 1e-5)
+
+
+@pytest.mark.parametrize("source", [PLAIN, PACKED])
+def test_load_names_experts_of_different_shapes(source, tmp_path):
+    shutil.copytree(golden(source), tmp_path / "copy")
+    tensors = golden_tensors(source, WEIGHTS)
+    end = "weight" if source == PLAIN else "weight_packed"
+    name = f"language_model.model.layers.2.block_sparse_moe.experts.5.w2.{end}"
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, tmp_path / "copy" / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.down_proj.*differ in shape"):
+        load(tmp_path / "copy")
