@@ -35,7 +35,10 @@ def _register_auto_classes() -> None:
     AutoModel.register(KdaHybridConfig, KdaHybridModel, exist_ok=True)
     AutoModelForCausalLM.register(KdaHybridConfig, KdaHybridForCausalLM, exist_ok=True)
     AutoModelForSequenceClassification.register(KdaHybridConfig, KdaHybridForSequenceClassification, exist_ok=True)
-    register_checkpoint_conversion_mapping(kind, conversions(), overwrite=True)
+    # For the classes too: a config made from ours may have a `model_type` of its own.
+    classes = (KdaHybridModel, KdaHybridForCausalLM, KdaHybridForSequenceClassification)
+    for name in (kind, *(model.__name__ for model in classes)):
+        register_checkpoint_conversion_mapping(name, conversions(), overwrite=True)
 
 
 def _register_lora_targets() -> None:

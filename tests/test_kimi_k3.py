@@ -372,3 +372,16 @@ def test_load_names_experts_of_different_shapes(source, tmp_path):
     save_file(tensors, tmp_path / "copy" / WEIGHTS, {"format": "pt"})
     with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.down_proj.*differ in shape"):
         load(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("kind", [KdaHybridModel, KdaHybridForCausalLM])
+@pytest.mark.parametrize("source", [PACKED, "kimi_linear_original_tiny"])
+def test_load_through_a_config_with_a_model_type_of_its_own(kind, source):
+    class OwnConfig(KdaHybridConfig):
+        model_type = "own"
+
+    fields = KdaHybridConfig.from_pretrained(golden(source)).to_dict()
+    config = OwnConfig(**{name: fields[name] for name in KdaHybridConfig.__annotations__})
+    assert config.model_type == "own"
+    got = kind.from_pretrained(golden(source), config=config, dtype=torch.float32)
+    assert_identical(got.state_dict(), kind.from_pretrained(golden(source), dtype=torch.float32).state_dict())
