@@ -7,20 +7,22 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import dot_natural_key
 
 import modeling_kda
 from modeling_kda import KdaHybridConfig, KdaHybridForCausalLM
 from modeling_kda.weights_kda import (
     EXPERT_STACKS,
-    KEPT_IN_FLOAT32,
     KIMI_K3,
     KIMI_LINEAR,
     MXFP4_CONFIG,
     VISION_PREFIXES,
     expert_of,
+    float32_end,
     head_rates,
     head_rates_length,
     is_mxfp4,
+    misfit,
     our_name,
     released_config,
     released_dtype,
@@ -113,8 +115,9 @@ def to_kda_hybrid(source: Checkpoint, unpack: bool = False, dtype: torch.dtype =
 
 def _types(released: Checkpoint) -> dict[str, torch.dtype]:
     """The types of those tensors of a release that are kept in float32 here, by the ends of their names."""
-    ends = ((KEPT_IN_FLOAT32.search(our_name(name)), spec.dtype) for name, spec in released.specs.items())
-    return {end[0]: dtype for end, dtype in ends if end}
+    said = json.loads(released.metadata.get("types", "{}"))
+    ends = ((float32_end(our_name(name)), spec.dtype) for name, spec in released.specs.items())
+    return {end: DTYPES[code] for end, code in said.items()} | {end: dtype for end, dtype in ends if end}
 
 
 def _head_rates(heads: int):
@@ -149,18 +152,15 @@ def _stack(source: Checkpoint, config: KdaHybridConfig, stack: str, kinds: dict,
                         "belong together."
                     )
 
-    def pieces(kind: str, make, numbers: int) -> tuple[tuple[Piece, ...], list[Spec]]:
-        """`numbers` of the target a number of the source."""
+    def pieces(made_of: tuple[str, ...], make, numbers: int) -> tuple[tuple[Piece, ...], list[Spec]]:
+        """From the tensors of these kinds; `numbers` of the target a number of the first."""
         made, offset, specs = [], 0, []
         for expert in range(config.num_experts):
             for matrix in matrices:
-                spec = source.specs[kinds[matrix, kind][expert]]
-                parts = [Part(source, spec.name)]
-                if make is _decoded(dtype):
-                    parts.append(Part(source, kinds[matrix, "weight_scale"][expert]))
-                made.append(Piece(tuple(parts), make, offset))
-                offset += spec.numel * numbers
-                specs.append(spec)
+                parts = tuple(Part(source, kinds[matrix, kind][expert]) for kind in made_of)
+                specs.append(source.specs[parts[0].name])
+                made.append(Piece(parts, make, offset))
+                offset += specs[-1].numel * numbers
         return tuple(made), specs
 
     def target(name: str, specs: list[Spec], numbers: int, to: torch.dtype | None = None) -> Spec:
@@ -173,54 +173,35 @@ def _stack(source: Checkpoint, config: KdaHybridConfig, stack: str, kinds: dict,
         return Spec(name, to or specs[0].dtype, shape)
 
     if stored == {"weight"}:
-        made, specs = pieces("weight", same, 1)
+        made, specs = pieces(("weight",), same, 1)
         return [Job((target(stack, specs, 1),), made)]
     if unpack:
-        made, specs = pieces("weight_packed", _decoded(dtype), 2)
+        made, specs = pieces(("weight_packed", "weight_scale"), functools.partial(_decoded, dtype=dtype), 2)
         return [Job((target(stack, specs, 2, dtype),), made, about=f"decoded to {dtype}")]
-    codes, code_specs = pieces("weight_packed", same, 1)
-    scales, scale_specs = pieces("weight_scale", _checked_scales(stack), 1)
+    codes, code_specs = pieces(("weight_packed",), same, 1)
+    scales, scale_specs = pieces(("weight_scale",), _checked, 1)
     return [
         Job((target(stack, code_specs, 1),), codes),
         Job((target(f"{stack}_scale", scale_specs, 1),), scales),
     ]
 
 
-@functools.cache
-def _decoded(dtype: torch.dtype):
-    def make(packed: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        check_scales(scale, "weight_scale")
-        return (decode(packed, scale, dtype),)
-
-    return make
+def _decoded(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return (decode(packed, *_checked(scale), dtype),)
 
 
-def _checked_scales(name: str):
-    def make(scale: Tensor) -> tuple[Tensor, ...]:
-        check_scales(scale, f"{name}: weight_scale")
-        return (scale,)
-
-    return make
+def _checked(scale: Tensor) -> tuple[Tensor, ...]:
+    check_scales(scale, "weight_scale")
+    return (scale,)
 
 
 def check_complete(source: Checkpoint, config: KdaHybridConfig, specs: Iterable[Spec]) -> None:
     """Raises ValueError unless every parameter is filled, every tensor has a place, and the shapes are the model's."""
     want = expected(config)
     got = {spec.name: spec.shape for spec in specs}
-    missing, extra = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
-    wrong = sorted(
-        f"{name} {got[name]} for {want[name]}" for name in want.keys() & got.keys() if got[name] != want[name]
-    )
-    if missing or extra or wrong:
-        raise ValueError(
-            f"{source.folder} does not fit its config. Parameters without a tensor ({len(missing)}): "
-            f"{_listed(missing)}. Tensors without a parameter ({len(extra)}): {_listed(extra)}. Tensors of another "
-            f"shape ({len(wrong)}): {_listed(wrong)}."
-        )
-
-
-def _listed(names: list[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
+    shapes = (f"{name} {got[name]} for {want[name]}" for name in want.keys() & got.keys() if got[name] != want[name])
+    if problem := misfit(want.keys() - got.keys(), got.keys() - want.keys(), shapes):
+        raise ValueError(f"{source.folder} does not fit its config. {problem}")
 
 
 # To a release
@@ -256,21 +237,17 @@ def to_released(source: Checkpoint, family: str, original: Checkpoint | None = N
     if kept is not None:
         a_logs = [spec.numel for name, spec in kept.specs.items() if name.endswith(".A_log")]
         length = max(a_logs, default=int(kept.metadata.get("A_log", length)))
-    types: dict[str, torch.dtype] = {}
-    rest = config.dtype if isinstance(config.dtype, (torch.dtype, type(None))) else getattr(torch, config.dtype)
     check_complete(source, config, source.specs.values())
     if original is not None:
         _check_original(source, config, original)
 
-    if kept is not None and rest is not None and str(rest).endswith(_text(kept).get("dtype", "?")):
-        types = {name: DTYPES[code] for name, code in json.loads(kept.metadata.get("types", "{}")).items()}
-        types |= _types(kept)
+    # A model that was trained in another type than the release has no types of it to return to.
+    types = _types(kept) if kept is not None and config.dtype == read_config(kept).dtype else {}
     packs = mxfp4 or (original is not None and is_mxfp4(_quantization(original)))
     jobs: list[Job] = []
     for name, spec in source.specs.items():
         there = released_name(name, family)
-        to = types.get(KEPT_IN_FLOAT32.search(name)[0]) if KEPT_IN_FLOAT32.search(name) else None
-        to = to or released_dtype(name, spec.dtype, family, rest)
+        to = types.get(float32_end(name)) or released_dtype(name, spec.dtype, family, config.dtype)
         if ".mlp.experts." in name:
             jobs += _experts(source, spec, there, original, packs and not config.packed_experts)
         elif name.endswith(".A_log"):
@@ -335,8 +312,8 @@ def _text(released: Checkpoint) -> dict:
     return released.config.get("text_config", released.config)
 
 
-def _quantization(released: Checkpoint) -> dict | None:
-    return _text(released).get("quantization_config") or released.config.get("quantization_config")
+def _quantization(checkpoint: Checkpoint) -> dict | None:
+    return getattr(read_config(checkpoint), "quantization_config", None)
 
 
 def _experts(source: Checkpoint, spec: Spec, there: str, original: Checkpoint | None, packs: bool) -> list[Job]:
@@ -375,12 +352,7 @@ def _experts(source: Checkpoint, spec: Spec, there: str, original: Checkpoint | 
 
 def _by_layer(jobs: list[Job]) -> list[Job]:
     """In the order of the layers, so that a layer's tensors lie together."""
-
-    def key(job: Job) -> tuple:
-        words = job.targets[0].name.split(".")
-        return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in words)
-
-    return sorted(jobs, key=key)
+    return sorted(jobs, key=lambda job: dot_natural_key(job.targets[0].name))
 
 
 def _json_of(config: KdaHybridConfig) -> str:

@@ -113,7 +113,7 @@ class _Shard(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.specs())
+        return sum(spec.nbytes for job in self.jobs for spec in job.targets)
 
 
 def write(

@@ -24,6 +24,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from modeling_kda import KdaHybridConfig
+from modeling_kda.weights_kda import family_of
+
 
 logger = logging.getLogger(__name__)
 
@@ -420,7 +423,7 @@ def detect_family(config: dict[str, Any]) -> str:
     if model_type in FAMILIES:
         return model_type
     if model_type == "kda_hybrid":
-        return "kimi_linear" if config.get("attn_res_block_size") is None else "kimi_k3"
+        return family_of(KdaHybridConfig.from_dict(config))
     raise ValueError(
         f"`model_type` is {model_type!r} in config.json, which tells no family; give it: {' or '.join(FAMILIES)}"
     )

@@ -220,11 +220,11 @@ class KdaHybridConfig(PreTrainedConfig):
         for name in (*KdaHybridConfig.__annotations__, "dtype"):
             if name in text:
                 setattr(self, name, text[name])
-        text = {"quantization_config": given.get("quantization_config"), **text}
-        if text["quantization_config"] is None:
-            del text["quantization_config"]
-        known = (*RELEASED_NAMES, *RELEASED_CONSTANTS, *RELEASED_IGNORED, *RELEASED_STRUCTURE, "quantization_config")
-        return text.get("model_type", "kimi_linear"), {name: text[name] for name in known if name in text}
+        known = (*RELEASED_NAMES, *RELEASED_CONSTANTS, *RELEASED_IGNORED, *RELEASED_STRUCTURE)
+        fields = {name: text[name] for name in known if name in text}
+        if quantization := text.get("quantization_config") or given.get("quantization_config"):
+            fields["quantization_config"] = quantization
+        return text.get("model_type", "kimi_linear"), fields
 
     def _read_released(self, given: dict[str, Any]) -> dict[str, Any]:
         """Takes the fields of a released `config.json` that have other names here; returns what is left of `given`."""

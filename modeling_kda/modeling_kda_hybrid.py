@@ -24,22 +24,10 @@ from .layers_context import ForwardContext
 from .layers_kda import GatedRMSNorm, KimiDeltaAttention
 from .layers_mla import MultiHeadLatentAttention
 from .layers_mlp import Experts, GatedMLP, RMSNorm, Router, SparseMLP
-from .weights_kda import VISION_PREFIXES, Misfit, is_mxfp4
+from .weights_kda import FLOAT32, VISION_PREFIXES, Misfit, is_mxfp4, listed, misfit
 
 
 logger = logging.get_logger(__name__)
-
-# A rounded decay rate or router score changes what is remembered, or which experts run.
-FLOAT32 = (
-    "A_log",
-    "dt_bias",
-    "q_conv1d.weight",
-    "k_conv1d.weight",
-    "v_conv1d.weight",
-    "o_norm.weight",
-    "mlp.gate.weight",
-    "e_score_correction_bias",
-)
 
 
 class KdaHybridDecoderLayer(GradientCheckpointingLayer):
@@ -182,22 +170,18 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
             raise ValueError(f"{path}: not a whole safetensors file ({error}).") from error
         if is_mxfp4(packing) and model.config.packed_experts:
             model.config.quantization_config = packing
-        missing = sorted(key for key in info["missing_keys"] if not key.startswith("score."))
-        extra = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "score.")))
+        missing = (key for key in info["missing_keys"] if not key.startswith("score."))
+        extra = (key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "score.")))
         shapes = [] if mismatch else [f"{key} {tuple(a)} for {tuple(b)}" for key, a, b in info["mismatched_keys"]]
-        if missing or extra or shapes:
-            raise ValueError(
-                f"the checkpoint does not fit {cls.__name__}. Parameters without a tensor ({len(missing)}): "
-                f"{_listed(missing)}. Tensors without a parameter ({len(extra)}): {_listed(extra)}. Tensors of "
-                f"another shape ({len(shapes)}): {_listed(sorted(shapes))}."
-            )
+        if problem := misfit(missing, extra, shapes):
+            raise ValueError(f"the checkpoint does not fit {cls.__name__}. {problem}")
         return (model, info) if output_loading_info else model
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
         """Says once what is left out of a model of texts and images, in place of a report with every name."""
         vision = sorted(key for key in loading_info.unexpected_keys if key.startswith(VISION_PREFIXES))
         if vision:
-            logger.warning(f"this is a model of text: left out {len(vision)} tensors of images: {_listed(vision, 4)}.")
+            logger.warning(f"this is a model of text: left out {len(vision)} tensors of images: {listed(vision, 4)}.")
             loading_info.unexpected_keys.difference_update(vision)
         super()._adjust_missing_and_unexpected_keys(loading_info)
 
@@ -249,10 +233,6 @@ def _damaged(folder: Any) -> str:
         except SafetensorError:
             damaged.append(str(path))
     return ", ".join(damaged)
-
-
-def _listed(names: list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
 
 
 class KdaHybridModel(KdaHybridPreTrainedModel):

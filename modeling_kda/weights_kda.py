@@ -1,6 +1,7 @@
 """Checkpoint key tables: how released tensors are named and shaped, and which of ours they become."""
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,19 @@ from .weights_mxfp4 import BLOCK, check_scales, decode, fits_float16
 # Kimi K3 is a model of texts and images; its text model has this prefix, the rest these.
 TEXT_PREFIX = "language_model"
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+
+# What the model keeps in float32, by the ends of names: a rounded decay rate or router score changes what is
+# remembered, or which experts run.
+FLOAT32 = (
+    "A_log",
+    "dt_bias",
+    "q_conv1d.weight",
+    "k_conv1d.weight",
+    "v_conv1d.weight",
+    "o_norm.weight",
+    "mlp.gate.weight",
+    "e_score_correction_bias",
+)
 
 # A release's matrices of one expert, and which of our stacked tensors hold them, one below the other.
 EXPERT_STACKS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -79,6 +93,28 @@ MXFP4_CONFIG = {
         r"re:.*lm_head.*",
     ],
 }
+
+
+def float32_end(name: str) -> str | None:
+    """Which of `FLOAT32` a tensor is; None: it has the model's type."""
+    return next((end for end in FLOAT32 if name.endswith(f".{end}")), None)
+
+
+def misfit(missing: Iterable[str], extra: Iterable[str], shapes: Iterable[str]) -> str | None:
+    """What to say of a checkpoint whose tensors and the model's parameters differ; None: they do not."""
+    lists = {
+        "Parameters without a tensor": sorted(missing),
+        "Tensors without a parameter": sorted(extra),
+        "Tensors of another shape": sorted(shapes),
+    }
+    if not any(lists.values()):
+        return None
+    return " ".join(f"{what} ({len(names)}): {listed(names)}." for what, names in lists.items())
+
+
+def listed(names: list[str], most: int = 20) -> str:
+    """The first of many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
 
 
 def is_mxfp4(quantization: Any) -> bool:
@@ -302,18 +338,13 @@ def expert_of(name: str) -> tuple[str, int, str, str] | None:
 
 # The way back.
 
-# What the model keeps in float32, by the ends of its names.
-KEPT_IN_FLOAT32 = re.compile(
-    r"\.(A_log|dt_bias|[qkv]_conv1d\.weight|o_norm\.weight|mlp\.gate\.weight|e_score_correction_bias)$"
-)
 KIMI_LINEAR, KIMI_K3 = "kimi_linear", "kimi_k3"
 _SPARSE_ONLY = re.compile(r"\.mlp\.(gate|shared_experts|routed_expert_\w+|experts)\.")
-# Float32 in a released Kimi K3, whatever the rest is in.
-_FLOAT32 = re.compile(r"\.(A_log|dt_bias|[qkv]_conv1d\.weight|o_norm\.weight|e_score_correction_bias)$")
-# Kept in float32 here, but released in the type of the rest.
+# Of `FLOAT32`: what is released in the type of the rest. Kimi K3 has the others in float32; of Kimi-Linear's that is
+# known of the decays alone, so they stay as they are stored.
 _ROUNDED = {
-    KIMI_K3: re.compile(r"\.mlp\.gate\.weight$"),
-    KIMI_LINEAR: re.compile(r"\.(mlp\.gate|[qkv]_conv1d)\.weight$"),
+    KIMI_K3: ("mlp.gate.weight",),
+    KIMI_LINEAR: ("mlp.gate.weight", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"),
 }
 
 
@@ -326,9 +357,11 @@ def released_name(name: str, family: str) -> str:
 
 def released_dtype(name: str, stored: torch.dtype, family: str, rest: torch.dtype | None) -> torch.dtype:
     """The type in which a release holds one of our tensors, stored in `stored`; `rest` is that of most others."""
-    if family == KIMI_K3 and _FLOAT32.search(name):
-        return torch.float32
-    return rest if rest is not None and _ROUNDED[family].search(name) else stored
+    if float32_end(name) is None:
+        return stored
+    if name.endswith(_ROUNDED[family]):
+        return rest or stored
+    return torch.float32 if family == KIMI_K3 else stored
 
 
 def released_head_rates(tensor: Tensor, family: str, length: int) -> Tensor:
