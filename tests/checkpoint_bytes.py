@@ -112,6 +112,15 @@ def write_folder(folder: Path, config: dict, tensors: dict[str, Raw], shards: in
     return folder
 
 
+def fails(capsys, *arguments) -> str:
+    """Runs a tool that must fail; returns the one line that it says, behind progress bars."""
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"{arguments[0]}: "), said
+    return said
+
+
 def everything(folder: Path) -> dict[str, bytes]:
     """Every file of a folder and of those below it, by its path there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,6 +1,7 @@
 """What several tests need: golden data, a small model, comparisons that say where they failed."""
 
 import copy
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -18,6 +19,10 @@ GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 # Largest absolute difference of float32 logits between two ways to run one model.
 LOGITS = 1e-4
+GOLDEN_LOGITS = 5e-4  # to golden data: its makers, in float32, are up to 1.4e-4 from float64
+# Largest difference of a parameter's gradient, relative to its maximum.
+GRADIENTS = 1e-4
+ALIGNED = {"hidden_size": 64, "moe_intermediate_size": 40}  # what grouped products of 16-bit experts need
 
 
 def golden(*parts: str) -> Path:
@@ -109,6 +114,12 @@ def k3_model(seed: int = 0, **changes) -> KdaHybridForCausalLM:
     return tiny_model(seed, **{**K3, **changes})
 
 
+@functools.cache
+def shared_model() -> KdaHybridForCausalLM:
+    """A `tiny_model` that no test changes."""
+    return tiny_model()
+
+
 def token_ids(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:
     """`[rows, length]` random ids from 3 to 96."""
     return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
@@ -159,3 +170,11 @@ def assert_close(
         f"{name}: largest error {largest:.3e} at {place} exceeds {limit:.3e}; mean {error.mean().item():.3e}, "
         f"relative {largest / max(want.abs().max().item(), 1e-30):.3e}; got {got[place]}, want {want[place]}"
     )
+
+
+def assert_identical(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """The same names, shapes, dtypes and bits."""
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoint_bytes import assert_same_tensors, config_of, convert, read_file, read_folder
+from checkpoint_bytes import assert_same_tensors, config_of, convert, fails, read_file, read_folder
 from helpers import assert_close, golden, golden_tensors, k3_model, tiny_model, token_ids
 from transformers import AutoModelForCausalLM
 
@@ -18,15 +18,6 @@ WAY_BACK = {LINEAR: "to-kimi-linear", K3: "to-kimi-k3", PACKED: "to-kimi-k3", RE
 # `k3_released_tiny` leaves out a default, `use_cache`, and names its images' part without having one.
 ADDED, DROPPED = {RELEASED: {"text_config": {"use_cache": True}}}, {RELEASED: {"vision_config": None}}
 EXPERT = "language_model.model.layers.{}.block_sparse_moe.experts.{}.{}.{}"
-
-
-def fails(capsys, *arguments) -> str:
-    """Runs a tool that must fail; returns the one line that it says."""
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    return said
 
 
 def dropped_and_added(config: dict, name: str) -> dict:

@@ -19,6 +19,7 @@ from checkpoint_bytes import (
     assert_same_tensors,
     convert,
     everything,
+    fails,
     head_of,
     k3_release,
     random_bytes,
@@ -126,15 +127,6 @@ def source(tmp_path):
     """A small release in three files."""
     config, shapes = k3_release()
     return write_folder(tmp_path / "source", config, random_bytes(shapes), 3)
-
-
-def fails(capsys, *arguments) -> str:
-    """Runs a tool that must fail; returns the line that it ends with."""
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"{arguments[0]}: "), said
-    return said
 
 
 def fill_disk_at(monkeypatch, call: str, at: int) -> None:

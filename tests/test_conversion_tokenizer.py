@@ -309,7 +309,8 @@ def test_read_ranks_needs_every_single_byte(tmp_path, kept, message):
         ({"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear", "vocab_size": 3300}}, "kimi_k3"),
         ({"model_type": "kimi_linear", "vocab_size": 3300}, "kimi_linear"),
         ({"model_type": "kda_hybrid", "vocab_size": 3300, "attn_res_block_size": 12}, "kimi_k3"),
-        ({"model_type": "kda_hybrid", "vocab_size": 3300, "attn_res_block_size": None}, "kimi_linear"),
+        ({"model_type": "kda_hybrid", "vocab_size": 3300, "linear_gate_lower_bound": -5.0}, "kimi_k3"),
+        ({"model_type": "kda_hybrid", "vocab_size": 3300, "linear_output_gate_rank": 64}, "kimi_linear"),
     ],
 )
 def test_convert_reads_family_and_size_off_the_config(tmp_path, ranks, config, family):

@@ -15,6 +15,7 @@ from checkpoint_bytes import (
     config_of,
     convert,
     everything,
+    fails,
     k3_release,
     random_bytes,
     read_file,
@@ -35,15 +36,6 @@ from modeling_kda import KdaHybridForCausalLM
 
 
 ROOT = Path(__file__).parents[1]
-
-
-def fails(capsys, *arguments) -> str:
-    """Runs a tool that must fail; returns the line that it says."""
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1].startswith(f"{arguments[0]}: "), said
-    return said[-1]
 
 
 # The command line

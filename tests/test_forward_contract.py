@@ -1,7 +1,6 @@
 """What a forward of the whole model takes and gives: outputs, dtypes, compilation, the other heads."""
 
 import copy
-import functools
 import math
 
 import pytest
@@ -9,10 +8,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from helpers import (
+    ALIGNED,
+    GOLDEN_LOGITS,
+    GRADIENTS,
     assert_close,
     forward_in_pieces,
     mask_of,
     padded,
+    shared_model,
     tiny_config,
     tiny_model,
     token_ids,
@@ -21,18 +24,6 @@ from helpers import (
 
 from modeling_kda import KdaHybridCache, KdaHybridForCausalLM, KdaHybridForSequenceClassification
 from modeling_kda.compat_transformers import CACHE_NAME
-
-
-GOLDEN_LOGITS = 5e-4  # absolute; the makers of the golden data, in float32, are up to 1.4e-4 from float64
-GRADIENTS = 1e-4  # relative to a tensor's maximum
-ALIGNED = {"hidden_size": 64, "moe_intermediate_size": 40}  # what grouped products of 16-bit experts need
-BACKENDS = ["torch", "reference"]
-
-
-@functools.cache
-def shared_model() -> KdaHybridForCausalLM:
-    """Never changed. Tests with `given` call it; the others take the fixture."""
-    return tiny_model()
 
 
 @pytest.fixture

@@ -1,15 +1,13 @@
 """Loading and saving Kimi K3: its prefix, its images, its padded decays, its experts in MXFP4."""
 
 import json
-import logging
 import shutil
 
 import pytest
 import torch
-from helpers import assert_close, golden, golden_json, golden_tensors, tiny_model, token_ids
+from helpers import assert_close, assert_identical, golden, golden_json, golden_tensors, tiny_model, token_ids
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import warning_once
 
 from modeling_kda import (
     KdaHybridConfig,
@@ -29,16 +27,6 @@ KEPT_IN_FLOAT32 = (
     "A_log", "dt_bias", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight", "o_norm.weight",
     "mlp.gate.weight", "e_score_correction_bias",
 )  # fmt: skip
-
-
-@pytest.fixture
-def messages(caplog):
-    """The texts that are logged."""
-    warning_once.cache_clear()
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    yield lambda: [record.getMessage() for record in caplog.records]
-    logger.removeHandler(caplog.handler)
 
 
 def load(source, **options) -> KdaHybridForCausalLM:
@@ -62,14 +50,6 @@ def changed(folder, tensors=lambda x: None, config=lambda x: None, source: str =
 
 def saved_tensors(folder) -> dict[str, torch.Tensor]:
     return {name: x for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}
-
-
-def assert_identical(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """The same names, dtypes and bits."""
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert got[name].dtype == tensor.dtype, name
-        assert torch.equal(got[name], tensor), name
 
 
 # Loading

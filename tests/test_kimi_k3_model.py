@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    GRADIENTS,
     assert_close,
     forward_in_pieces,
     k3_config,
@@ -28,7 +29,6 @@ from modeling_kda.weights_kda import MXFP4_CONFIG
 
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-GRADIENTS = 1e-4  # relative to a tensor's maximum
 
 
 @functools.cache

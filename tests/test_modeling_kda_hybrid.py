@@ -1,19 +1,22 @@
 """The whole model's forward: golden numbers, pads, packed documents, calls in pieces, and what comes out."""
 
 import copy
-import functools
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    ALIGNED,
+    GOLDEN_LOGITS,
+    GRADIENTS,
     assert_close,
     forward_in_pieces,
     golden,
     golden_tensors,
     mask_of,
     padded,
+    shared_model,
     tiny_model,
     token_ids,
     truth,
@@ -27,16 +30,7 @@ from modeling_kda.layers_attnres import mix
 
 
 GOLDEN_MODELS = ["kimi_linear_original_tiny", "hf_kimi_linear_tiny", "kimi_k3_tiny", "kimi_k3_tiny_mxfp4"]
-GOLDEN_LOGITS = 5e-4  # absolute; the makers of the golden data, in float32, are up to 1.4e-4 from float64
-GRADIENTS = 1e-4  # relative to a tensor's maximum
-ALIGNED = {"hidden_size": 64, "moe_intermediate_size": 40}  # what grouped products of 16-bit experts need
 BACKENDS = ["torch", "reference"]
-
-
-@functools.cache
-def shared_model() -> KdaHybridForCausalLM:
-    """Never changed. Tests with `given` call it; the others take the fixture."""
-    return tiny_model()
 
 
 @pytest.fixture

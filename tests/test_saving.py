@@ -2,13 +2,12 @@
 
 import copy
 import json
-import logging
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, golden, tiny_config, tiny_model, token_ids
+from helpers import assert_close, assert_identical, golden, tiny_config, tiny_model, token_ids
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -17,7 +16,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     KimiLinearConfig,
 )
-from transformers.utils.logging import warning_once
 
 from modeling_kda import (
     KdaHybridConfig,
@@ -51,14 +49,6 @@ def files(folder) -> dict[str, torch.Tensor]:
         assert not part.keys() & tensors.keys()
         tensors |= part
     return tensors
-
-
-def assert_identical(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """The same names, shapes, dtypes and bits."""
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert got[name].dtype == tensor.dtype, name
-        assert torch.equal(got[name], tensor), name
 
 
 def change_file(folder, change) -> None:
@@ -203,16 +193,6 @@ def test_from_config_with_a_dtype_keeps_decays_and_routing_in_float32(dtype):
     model = AutoModelForCausalLM.from_config(tiny_config(), dtype=dtype)
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == (torch.float32 if name.endswith(FLOAT32) else dtype), name
-
-
-@pytest.fixture
-def messages(caplog):
-    """The texts that the package logs."""
-    warning_once.cache_clear()
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    yield lambda: [r.getMessage() for r in caplog.records if r.name.startswith(("modeling_kda", "transformers"))]
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half"])

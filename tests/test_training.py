@@ -1,32 +1,17 @@
 """Training: losses, gradients, the Trainer, gradient checkpointing and PEFT."""
 
 import copy
-import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, golden, tiny_config, tiny_model, token_ids
+from helpers import GRADIENTS, assert_close, golden, tiny_config, tiny_model, token_ids
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
-from transformers.utils.logging import warning_once
 
 from modeling_kda import LORA_TARGETS, KdaHybridCache, KdaHybridForCausalLM, optimizer_groups
 from modeling_kda.compat_transformers import CACHE_NAME
 from modeling_kda.layers_mlp import SparseMLP
-
-
-GRADIENTS = 1e-4  # relative to a tensor's maximum
-
-
-@pytest.fixture
-def messages(caplog):
-    """The texts that are logged."""
-    warning_once.cache_clear()
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    yield lambda: [record.getMessage() for record in caplog.records]
-    logger.removeHandler(caplog.handler)
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
