@@ -1,118 +1,49 @@
-"""`KdaHybridCache`: what a KDA hybrid remembers between calls, one entry a layer.
+"""`KdaHybridCache`: what a KDA hybrid remembers between calls, one memory a layer.
 
 A linear-attention layer keeps a recurrent state and a short window of inputs, whose sizes never change. A
-full-attention layer keeps one latent a token, from which keys and values of all heads are computed.
-
-Legend: B batch, H heads, K key width, V value width, D channels, W taps of the convolution, S tokens seen,
-R = kv_lora_rank + qk_rope_head_dim.
+full-attention layer keeps one latent a token, from which keys and values of all heads are computed. Both can be rolled
+back, branched, and saved.
 """
 
+import copy
+import json
+import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from .cache_memory import LatentMemory, RecurrentMemory
 from .configuration_kda_hybrid import KdaHybridConfig
-from .ops_reference import writable
 
 
 # What a cache and the model that reads it must agree on.
 FINGERPRINT = (
     "layer_types",
+    "hidden_size",
+    "vocab_size",
     "linear_num_heads",
     "linear_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
+    "linear_gate_lower_bound",
+    "num_attention_heads",
     "kv_lora_rank",
     "qk_rope_head_dim",
+    "attn_res_block_size",
 )
+FORMAT, VERSION = "kda_hybrid_cache", 1  # of a file
 
 
-class _LayerMemory:
-    """What one layer keeps: some tensors with the batch first, and how many tokens went into them (pads included)."""
-
-    TENSORS: tuple[str, ...] = ()
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
-
-    def __init__(self):
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets everything."""
-        self.length = 0
-        for name in self.TENSORS:
-            setattr(self, name, None)
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.length > 0
-
-    @property
-    def batch_size(self) -> int | None:
-        tensor = getattr(self, self.TENSORS[0])
-        return None if tensor is None else tensor.shape[0]
-
-    def nbytes(self) -> int:
-        """Bytes in use."""
-        tensors = [getattr(self, name) for name in self.TENSORS]
-        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
-
-    def replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor by `change(tensor)`."""
-        for name in self.TENSORS:
-            if getattr(self, name) is not None:
-                setattr(self, name, change(getattr(self, name)))
-
-
-class RecurrentMemory(_LayerMemory):
-    """A linear-attention layer's memory: constant in size.
-
-    `state` `[B, H, V, K]` float32; `window` `[B, W - 1, D]`, the latest inputs of the convolutions of q, k and v.
-    """
-
-    TENSORS = ("state", "window")
-
-    def update(self, state: Tensor, window: Tensor, tokens: int) -> None:
-        """Takes the state and window after `tokens` more tokens."""
-        self.state, self.window, self.length = state, window, self.length + tokens
-
-
-class LatentMemory(_LayerMemory):
-    """A full-attention layer's memory: `latents` `[B, S, R]`, each token's normalised latent and shared key."""
-
-    TENSORS = ("latents",)
-
-    def reset(self) -> None:
-        super().reset()
-        self.buffer: Tensor | None = None  # [B, capacity, R]; `latents` is its start
-
-    def update(self, new: Tensor) -> Tensor:
-        """Appends `new` `[B, T, R]` and returns all latents.
-
-        Without gradients, into a buffer that grows by a quarter when it is full, so that a token costs its own bytes
-        and not a copy of the past.
-        """
-        start, self.length = self.length, self.length + new.shape[1]
-        if torch.is_grad_enabled() and (new.requires_grad or (start and self.latents.requires_grad)):
-            self.buffer = None
-            self.latents = new if not start else torch.cat([self.latents, new], 1)
-            return self.latents
-        if self.buffer is None or self.buffer.shape[1] < self.length or not writable(self.buffer):
-            capacity = self.length if not start else max(self.length + 64, self.length * 5 // 4)
-            self.buffer = new.new_empty(new.shape[0], capacity, new.shape[2])
-            if start:
-                self.buffer[:, :start] = self.latents
-        self.buffer[:, start : self.length] = new
-        self.latents = self.buffer[:, : self.length]
-        return self.latents
-
-    def replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().replace(change)
-        self.buffer = None
+def fingerprint_of(config: KdaHybridConfig) -> dict[str, Any]:
+    """The fields of FINGERPRINT, of the layers in use (drafting with an early exit uses fewer than there are)."""
+    fingerprint = {name: getattr(config, name) for name in FINGERPRINT}
+    return {**fingerprint, "layer_types": list(config.layer_types[: config.num_hidden_layers])}
 
 
 class KdaHybridCache(Cache):
@@ -122,38 +53,91 @@ class KdaHybridCache(Cache):
 
     Args:
         config: the model's configuration.
+        max_cache_len: tokens to make room for. All tensors then stay at their addresses, and a decoding step has the
+            same shapes and reads nothing back from the device, whatever was seen: for `torch.compile` and CUDA graphs.
+            It carries no gradients. None: grows as needed.
+        offloading: keep latents in the CPU's memory, from where each layer borrows them. Not with `max_cache_len`.
     """
 
-    def __init__(self, config: KdaHybridConfig):
-        kinds = {"linear_attention": RecurrentMemory, "full_attention": LatentMemory}
-        super().__init__(layers=[kinds[kind]() for kind in config.layer_types])
-        self.fingerprint = {name: getattr(config, name) for name in FINGERPRINT}
+    def __init__(self, config: KdaHybridConfig, max_cache_len: int | None = None, offloading: bool = False):
+        if max_cache_len is not None and (offloading or max_cache_len < 1):
+            raise ValueError(
+                f"`max_cache_len` must be at least 1, and goes without `offloading`; got {max_cache_len!r} and "
+                f"offloading={offloading}."
+            )
+        self.fingerprint = fingerprint_of(config)
+        kinds = {
+            "linear_attention": lambda: RecurrentMemory(max_cache_len is not None),
+            "full_attention": lambda: LatentMemory(max_cache_len, offloading),
+        }
+        super().__init__(layers=[kinds[kind]() for kind in self.fingerprint["layer_types"]])
+        self.max_cache_len = max_cache_len
+        self.unfinished = False  # whether a forward has moved some layers on, and not all
+        # Tokens seen. With `max_cache_len` a tensor on the device, whose value no compiled code depends on.
+        self._length: int | Tensor = 0 if max_cache_len is None else torch.tensor(0)
 
-    def check(self, config: KdaHybridConfig, rows: int) -> None:
-        """Raises ValueError if this is the memory of another kind of model, or of another number of rows."""
-        for name, value in self.fingerprint.items():
-            if getattr(config, name) != value:
-                raise ValueError(
-                    f"`cache` was made for another model: its `{name}` is {value!r}, the model's "
-                    f"{getattr(config, name)!r}. Make one with `KdaHybridCache(model.config)`."
-                )
+    # A forward
+
+    def check(self, config: KdaHybridConfig, rows: int, tokens: int) -> None:
+        """Raises ValueError if `tokens` more of `rows` rows cannot follow in this memory."""
+        fingerprint = fingerprint_of(config)
+        if fingerprint != self.fingerprint:
+            name = next(name for name in FINGERPRINT if fingerprint[name] != self.fingerprint[name])
+            raise ValueError(
+                f"`cache` was made for another model: its `{name}` is {self.fingerprint[name]!r}, the model's "
+                f"{fingerprint[name]!r}. Make one with `KdaHybridCache(model.config)`."
+            )
         if self.batch_size not in (-1, rows):
             raise ValueError(
                 f"`cache` remembers {self.batch_size} rows, the input has {rows}. Rows can be repeated by "
                 "`batch_repeat_interleave` and picked by `batch_select_indices`."
             )
+        if self.unfinished:
+            raise ValueError(
+                "a forward with this `cache` ended before its last layer, and its layers have seen different tokens. "
+                "Call `restore` with a snapshot from before, or `reset`."
+            )
+        if self.max_cache_len is None or torch.compiler.is_compiling() or self._length.device.type != "cpu":
+            return
+        if self.get_seq_length() + tokens > self.max_cache_len:
+            raise ValueError(
+                f"`cache` holds {self.get_seq_length()} tokens and has room for `max_cache_len` {self.max_cache_len}: "
+                f"{tokens} more do not fit. Make a larger one, or leave `max_cache_len` out."
+            )
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Where the next `tokens` go, `[tokens]`; only with `max_cache_len`."""
+        if self._length.device != device:
+            self._length = self._length.to(device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self._length)
+        return self._length + torch.arange(tokens, device=device)
+
+    def advance(self, tokens: int) -> None:
+        """To be called when all layers have taken `tokens` more."""
+        self._length += tokens
+        self.unfinished = False
+
+    def _set_length(self, tokens: int) -> None:
+        if self.max_cache_len is None:
+            self._length = tokens
+        else:
+            self._length.fill_(tokens)
+        self.unfinished = False
+
+    # What transformers asks
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, pads included."""
-        return self.layers[layer_idx].length
+        return int(self._length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of keys that `query_length` new tokens meet, and the position of the first."""
-        return self.get_seq_length(layer_idx) + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no limit."""
-        return -1
+        """Tokens that there is room for; -1: there is no limit."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
 
     get_max_cache_shape = get_max_length
 
@@ -167,19 +151,36 @@ class KdaHybridCache(Cache):
         return [False] * len(self.layers)
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether any token was seen."""
+        return self.get_seq_length() > 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether a decoding step can be compiled once for all."""
+        return self.max_cache_len is not None and not self.recording
+
+    @property
+    def is_croppable(self) -> bool:
+        """True; see `crop`."""
+        return True
+
+    @property
     def batch_size(self) -> int:
         """Rows remembered; -1 before the first token."""
-        sizes = [layer.batch_size for layer in self.layers if layer.batch_size is not None]
-        return sizes[0] if sizes else -1
+        if self.max_cache_len is None and not self._length:
+            return -1
+        for layer in self.layers:
+            tensor = layer.state if isinstance(layer, RecurrentMemory) else layer.rows and layer.rows.data
+            if tensor is not None:
+                return tensor.shape[0]
+        return -1
 
-    def nbytes(self) -> dict[str, int]:
-        """Bytes in use by kind: `recurrent` does not grow with the tokens seen, `latent` does."""
-        kinds = {"recurrent": RecurrentMemory, "latent": LatentMemory}
-        return {name: sum(x.nbytes() for x in self.layers if isinstance(x, kind)) for name, kind in kinds.items()}
+    # Rows
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         for layer in self.layers:
-            layer.replace(change)
+            layer.replace(change, self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
@@ -191,21 +192,239 @@ class KdaHybridCache(Cache):
         """Every row `repeats` times."""
         self._replace(lambda x: x.repeat_interleave(repeats, 0))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Not possible: a recurrent state holds a sum of all tokens.
+    # Places
+
+    def to(self, device: torch.device | str) -> "KdaHybridCache":
+        """Moves everything, for example out of a GPU's way; each layer takes its part back when it runs."""
+        if self.max_cache_len is not None:
+            raise ValueError("a cache with `max_cache_len` keeps its addresses. Move a fork or a snapshot of it.")
+        self._replace(lambda x: x.to(device))
+        return self
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for `tokens` in all, at the next occasion, so that what follows is not copied as it grows."""
+        for layer in self.layers:
+            if isinstance(layer, LatentMemory):
+                layer.reserved = tokens
+
+    # Roll back
+
+    @property
+    def _recurrent(self) -> list[RecurrentMemory]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentMemory)]
+
+    @property
+    def recording(self) -> int:
+        """How many of the latest tokens are recorded at least, to be taken back by `crop`; 0: none."""
+        return max((layer.limit for layer in self._recurrent if layer.record_past), default=0)
+
+    def activate_past_recording(self, tokens: int | None = None) -> None:
+        """From now on, `crop` can take back what comes.
+
+        Costs, for each token and head of a linear-attention layer, two keys and a value in float32, and the inputs of
+        the convolutions.
+
+        Args:
+            tokens: the number of latest tokens that can be taken back, at least. Default: as before, or 256.
+        """
+        for layer in self._recurrent:
+            layer.record_past = True
+            layer.limit = layer.limit if tokens is None else tokens
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Takes the latest tokens back, those with which `activate_past_recording` began at most, or a crop since.
+
+        What stays cannot be taken back any more.
+
+        Args:
+            tokens_to_remove: as in transformers, a number of 0 or below.
 
         Raises:
-            NotImplementedError: always, but for 0 tokens.
+            ValueError: a number above 0, or more tokens than were recorded. The cache is then unchanged.
         """
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                f"crop({tokens_to_remove}): a recurrent state cannot give tokens back. Keep a copy of the cache "
-                "(copy.deepcopy) from before them."
+        tokens, length = -int(tokens_to_remove), self.get_seq_length()
+        if tokens < 0:
+            raise ValueError(f"`tokens_to_remove` is 0 or below, as in transformers: -{-tokens}, not {-tokens}.")
+        recorded = min((layer.recorded for layer in self._recurrent), default=length)
+        if tokens > recorded:
+            advice = (
+                "`activate_past_recording(tokens=...)` sets how many can be."
+                if self.recording
+                else "Call `activate_past_recording()` before they come, or keep a `snapshot()`."
             )
+            raise ValueError(f"{tokens} tokens cannot be taken back: {recorded} of {length} are recorded. {advice}")
+        for layer in self.layers:
+            if isinstance(layer, RecurrentMemory):
+                layer.crop(tokens)
+            else:
+                layer.crop(length, length - tokens)
+        self._set_length(length - tokens)
+
+    def reset(self) -> None:
+        """Forgets everything; the memory is used again."""
+        for layer in self.layers:
+            layer.reset()
+        self._set_length(0)
+
+    # Branches
+
+    def fork(self, branches: int) -> list["KdaHybridCache"]:
+        """Caches that go on from here, each its own way. What all have seen they share until they write to it."""
+        length = self.get_seq_length()
+        forks = []
+        for _ in range(branches):
+            fork = copy.copy(self)
+            fork.layers = [layer.fresh() for layer in self.layers]
+            fork._length = copy.deepcopy(self._length)
+            fork._adopt(self, length)
+            forks.append(fork)
+        return forks
+
+    def snapshot(self) -> "CacheSnapshot":
+        """What is remembered now; `restore` brings it back, any number of times."""
+        return CacheSnapshot(self)
+
+    def restore(self, snapshot: "CacheSnapshot") -> None:
+        """Remembers what was remembered when the snapshot was taken. What this cache recorded is gone.
+
+        Raises:
+            ValueError: a snapshot of another kind of model, or one with more tokens than `max_cache_len`. The cache is
+                then unchanged.
+        """
+        if not isinstance(snapshot, CacheSnapshot):
+            raise ValueError(f"`restore` takes what `snapshot()` returns, not a {type(snapshot).__name__}.")
+        other = snapshot._cache
+        for name, value in self.fingerprint.items():
+            if other.fingerprint[name] != value:
+                raise ValueError(
+                    f"the snapshot is of another model: its `{name}` is {other.fingerprint[name]!r}, this cache's "
+                    f"{value!r}."
+                )
+        length = other.get_seq_length()
+        if self.max_cache_len is not None and length > self.max_cache_len:
+            raise ValueError(f"the snapshot holds {length} tokens, `max_cache_len` is {self.max_cache_len}.")
+        self._adopt(other, length)
+
+    def _adopt(self, other: "KdaHybridCache", length: int) -> None:
+        before = self.get_seq_length()
+        for layer, from_layer in zip(self.layers, other.layers):
+            layer.adopt(from_layer, length, before)
+        self._set_length(length)
+
+    # Files
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a session to one file of safetensors, which takes its place only when it is whole.
+
+        The header says the version of the format, the tokens seen and what model it belongs to. What was recorded for
+        `crop` is not saved.
+        """
+        path, length = Path(path), self.get_seq_length()
+        tensors = {}
+        for i, layer in enumerate(self.layers):
+            tensors |= {f"layers.{i}.{name}": x.detach().contiguous() for name, x in layer.contents(length).items()}
+        about = {"version": VERSION, "tokens": length, "fingerprint": self.fingerprint}
+        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            save_file(tensors, partial, {FORMAT: json.dumps(about)})
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        config: KdaHybridConfig,
+        device: torch.device | str = "cpu",
+        max_cache_len: int | None = None,
+    ) -> "KdaHybridCache":
+        """A session from a file of `save`, for the model of `config`.
+
+        Args:
+            device: where to; a layer that lies elsewhere takes its part over when it runs.
+            max_cache_len: as for a new cache.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: a damaged one, one of another version, or of another model.
+        """
+        cache = cls(config, max_cache_len)
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                about = json.loads((file.metadata() or {}).get(FORMAT, "null"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: not a whole file of `KdaHybridCache.save` ({error}).") from error
+        if not isinstance(about, dict) or about.get("version") != VERSION:
+            version = f"version {about.get('version')!r}" if isinstance(about, dict) else "no session"
+            raise ValueError(f"{path}: {version}; this program reads sessions of version {VERSION}.")
+        length = about["tokens"]
+        for name, value in cache.fingerprint.items():
+            if about["fingerprint"].get(name) != value:
+                raise ValueError(
+                    f"{path} belongs to another model: its `{name}` is {about['fingerprint'].get(name)!r}, this "
+                    f"model's {value!r}."
+                )
+        rows = max((x.shape[0] for x in tensors.values()), default=0)
+        wanted = _shapes(config, rows, length)
+        found = {name: tuple(x.shape) for name, x in tensors.items()}
+        if wrong := sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name)):
+            raise ValueError(f"{path} is damaged: {', '.join(wrong[:4])} do not fit {length} tokens of {rows} rows.")
+        if max_cache_len is not None and length > max_cache_len:
+            raise ValueError(f"{path} holds {length} tokens, `max_cache_len` is {max_cache_len}.")
+        for i, layer in enumerate(cache.layers):
+            start = f"layers.{i}."
+            layer.fill({name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)})
+        cache._set_length(length)
+        return cache
+
+    # Numbers
+
+    def nbytes(self, layer_idx: int | None = None) -> dict[str, int]:
+        """Bytes in use, by kind, of all layers or of one: `recurrent` does not grow with the tokens seen, `latent`
+        does, `recorded` is what `crop` needs."""
+        total = {"recurrent": 0, "latent": 0, "recorded": 0}
+        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+            for kind, size in layer.nbytes(self.get_seq_length()).items():
+                total[kind] += size
+        return total
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name} {size:,} bytes" for name, size in self.nbytes().items())
-        return f"{type(self).__name__}({self.get_seq_length()} tokens, {sizes})"
+        sizes = "".join(f", {kind} {size:,} bytes" for kind, size in self.nbytes().items() if size)
+        return f"{type(self).__name__}({self.get_seq_length()} tokens{sizes})"
 
 
-__all__ = ["KdaHybridCache"]
+class CacheSnapshot:
+    """What a `KdaHybridCache` remembered at one moment. Made by `KdaHybridCache.snapshot`; nothing changes it."""
+
+    def __init__(self, cache: KdaHybridCache):
+        [self._cache] = cache.fork(1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen."""
+        return self._cache.get_seq_length()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by kind; those of latents are shared with the cache that the snapshot is of."""
+        return self._cache.nbytes()
+
+    def __repr__(self) -> str:
+        return repr(self._cache).replace(type(self._cache).__name__, type(self).__name__, 1)
+
+
+def _shapes(config: KdaHybridConfig, rows: int, tokens: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a cache that has seen `tokens`, and their shapes."""
+    heads, key, value = config.linear_num_heads, config.linear_head_dim, config.linear_value_head_dim
+    state, window = (rows, heads, value, key), (rows, config.linear_conv_kernel_dim - 1, heads * (2 * key + value))
+    shapes = {}
+    for i, kind in enumerate(fingerprint_of(config)["layer_types"] if tokens else ()):
+        if kind == "linear_attention":
+            shapes |= {f"layers.{i}.state": state, f"layers.{i}.window": window}
+        else:
+            shapes[f"layers.{i}.latents"] = (rows, tokens, config.kv_lora_rank + config.qk_rope_head_dim)
+    return shapes
+
+
+__all__ = ["CacheSnapshot", "KdaHybridCache"]

@@ -40,6 +40,10 @@ class ForwardContext:
         cu_seqlens: `[N + 1]`, document borders among the real tokens. None: every row is one document, without pads.
         attention_mask: as the attention implementation in use wants it.
         absorbed: whether full attention works on the latents themselves: a few tokens after a past.
+        at: where a cache's latents of these tokens go, as `LatentMemory.update` takes it.
+        real: `[B, T]`, False at pads; None: no pads.
+        records: whether what these tokens do to a recurrent state is recorded, so that it can be taken back.
+        parts: contexts of a first and a second stretch of these tokens, of which only the second is recorded; or none.
         allowed: with `absorbed`, `[B or 1, T, S]`, True where a token may look; None: everywhere.
         attention_kwargs: for the attention implementation.
 
@@ -62,9 +66,16 @@ class ForwardContext:
         self.taps = config.linear_conv_kernel_dim
         self.attention_kwargs = attention_kwargs
         self._device, self._elsewhere = embeds.device, {}
-        past = 0 if cache is None else cache.get_seq_length()
+        self.records, self.parts = cache is not None and cache.recording > 0, ()
+        self.cu_seqlens = self._real = self._pads = self.attention_mask = self.allowed = None
+        few = T <= ABSORB_UP_TO
+        if few and cache is not None and cache.max_cache_len is not None and cu_seqlens is None and seq_idx is None:
+            if attention_mask is None or (T == 1 and attention_mask.ndim == 2):
+                self._fix(cache, attention_mask, embeds.device)
+                return
+        self.at = past = 0 if cache is None else cache.get_seq_length()
         mask = _two_dimensional(attention_mask, B, T, past)
-        real = None if mask is None or mask[:, past:].all() else mask[:, past:]
+        self.real = real = None if mask is None or mask[:, past:].all() else mask[:, past:]
         begins = _document_begins(cu_seqlens, seq_idx, position_ids, real, B, T)
         self.packed = begins is not None
         if self.packed and cache is not None:
@@ -73,9 +84,11 @@ class ForwardContext:
                 "documents as rows, or `use_cache=False` and no cache."
             )
         self._lay_out(begins, real, embeds.device)
+        if self.records and cache.recording < T:
+            border = T - cache.recording
+            self.parts = (self._part(0, border, False), self._part(border, T, True))
 
-        self.absorbed = past > 0 and T <= ABSORB_UP_TO
-        self.attention_mask = self.allowed = None
+        self.absorbed = past > 0 and few
         if "full_attention" not in config.layer_types:
             return
         if self.absorbed:
@@ -83,7 +96,39 @@ class ForwardContext:
         elif self.packed:
             self._pack_attention(config, embeds, begins, real)
         else:
-            self.attention_mask = create_causal_mask(config, embeds, mask, cache)
+            self.attention_mask = create_causal_mask(config, embeds, mask, cache if past else None)
+
+    def _fix(self, cache: KdaHybridCache, mask: Tensor | None, device: torch.device) -> None:
+        """A few tokens on a cache of fixed addresses: fixed shapes, and no look at any value on the device.
+
+        The mask, for one token, may be as long as the cache has room.
+        """
+        (B, T), room = self.shape, cache.max_cache_len
+        self.packed, self.absorbed, self.real = False, True, None
+        self.at = cache.positions(T, device)
+        self.allowed = (self.at.unsqueeze(1) >= torch.arange(room, device=device)).unsqueeze(0)  # [1, T, S]
+        if mask is None:
+            return
+        if mask.device.type == "cpu" and not torch.compiler.is_compiling():
+            past = cache.get_seq_length()
+            if tuple(mask.shape) not in ((B, past + T), (B, room)):
+                raise ValueError(
+                    f"`attention_mask` has shape {tuple(mask.shape)}; {B} rows of {past} cached and {T} new tokens "
+                    f"need {(B, past + T)}, or {(B, room)} as the cache has room."
+                )
+        mask = F.pad(mask != 0, (0, room - mask.shape[1]))
+        self.allowed = self.allowed & mask.unsqueeze(1)
+        self.real = mask.index_select(1, self.at)
+        self._pads = ~self.real
+
+    def _part(self, start: int, end: int, records: bool) -> "ForwardContext":
+        """For linear-attention layers, the context of some of these tokens."""
+        part = copy.copy(self)
+        part.shape, part.records, part.parts, part._elsewhere = (self.shape[0], end - start), records, (), {}
+        real = None if self.real is None else self.real[:, start:end]
+        part.real = None if real is None or real.all() else real
+        part._lay_out(None, part.real, self._device)
+        return part
 
     def _pack_attention(self, config: KdaHybridConfig, embeds: Tensor, begins: Tensor, real: Tensor | None) -> None:
         """Lets tokens see no other document, and no pad."""
@@ -142,6 +187,7 @@ class ForwardContext:
             for name, value in vars(self).items():
                 if isinstance(value, (Tensor, BlockMask)):
                     setattr(moved, name, value.to(device))
+            moved.parts = tuple(part.to(device) for part in self.parts)
             self._elsewhere[device] = moved
         return self._elsewhere[device]
 
@@ -158,13 +204,23 @@ class ForwardContext:
         return (x if self._real is None else x.index_select(0, self._real)).unsqueeze(0)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """The way back, with zeros at pads."""
+        """The way back, with zeros at pads; `x` may have more dimensions."""
+        if self._pads is not None:
+            return x.masked_fill(self._pads.view(*self.shape, *[1] * (x.ndim - 2)), 0)
         if self.cu_seqlens is None:
             return x
         x = x.squeeze(0)
         if self._real is not None:
-            x = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy(0, self._real, x)
+            x = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:]).index_copy(0, self._real, x)
         return x.unflatten(0, self.shape)
+
+    def silence(self, x: Tensor) -> Tensor:
+        """Pads that are still in packed tokens: a forget gate, or a write strength, that does nothing there.
+
+        Args:
+            x: `[B, T, D]`, before its activation.
+        """
+        return x if self._pads is None else x.masked_fill(self._pads.unsqueeze(-1), float("-inf"))
 
     def with_windows(self, x: Tensor, window: Tensor | None) -> tuple[Tensor, Tensor]:
         """Puts its latest inputs before each document.
@@ -176,9 +232,11 @@ class ForwardContext:
         """
         if window is None:
             window = x.new_zeros(self.num_documents, self.taps - 1, x.shape[-1])
+        window = window.to(x.dtype)
         if self.cu_seqlens is None:
             x = torch.cat([window, x], 1)
-            return x, x[:, x.shape[1] - self.taps + 1 :].clone()  # a view would keep all of x alive
+            after = x[:, x.shape[1] - self.taps + 1 :].clone()  # a view would keep all of x alive
+            return x, after if self._pads is None else torch.where(self._pads.unsqueeze(-1), window, after)
         x = torch.cat([window.flatten(0, 1), x.squeeze(0)]).index_select(0, self._source)
         return x.unsqueeze(0), x[self._last]
 

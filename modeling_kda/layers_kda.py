@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from .cache_kda_hybrid import KdaHybridCache
+from .cache_memory import Record
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .ops_kda import KdaCall, kda
-from .ops_reference import gated_rms_norm, short_convolution
+from .ops_reference import gated_rms_norm, log_decay, short_convolution, unit, wide
 
 
 class ShortConvolution(nn.Conv1d):
@@ -73,29 +74,41 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, cache: KdaHybridCache | None) -> Tensor:
         """`[B, T, hidden]` to the same; pads give zeros. The cache's memory of this layer moves on."""
+        if context.parts:
+            pieces = hidden_states.split([part.shape[1] for part in context.parts], 1)
+            return torch.cat([self.forward(*piece, cache) for piece in zip(pieces, context.parts)], 1)
         memory = None if cache is None else cache.layers[self.layer_idx]
+        overwrite = memory is not None and memory.begin(hidden_states.device)
         x = context.pack(hidden_states)
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)  # [B, T, D]
-        qkv, window = context.with_windows(qkv, None if memory is None else memory.window)
+        inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)  # [B, T, D]
+        qkv, window = context.with_windows(inputs, None if memory is None else memory.window)
         q, k, v = qkv.split([conv.in_channels for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)], -1)
         q, k, v = (context.without_windows(y) for y in (self.q_conv1d(q), self.k_conv1d(k), self.v_conv1d(v)))
-        o, state = kda(
-            KdaCall(
-                q=q.unflatten(-1, self.keys),  # [B, T, H, K]
-                k=k.unflatten(-1, self.keys),
-                v=v.unflatten(-1, self.values),  # [B, T, H, V]
-                gate=self.f_b_proj(self.f_a_proj(x)).unflatten(-1, self.keys),
-                beta=self.b_proj(x),
-                A_log=self.A_log,
-                dt_bias=self.dt_bias,
-                lower_bound=self.lower_bound,
-                state=None if memory is None else memory.state,
-                cu_seqlens=context.cu_seqlens,
-                overwrite_state=not torch.is_grad_enabled(),
-            )
+        v = v.unflatten(-1, self.values)  # [B, T, H, V]
+        call = KdaCall(
+            q=q.unflatten(-1, self.keys),  # [B, T, H, K]
+            k=k.unflatten(-1, self.keys),
+            v=v,
+            gate=context.silence(self.f_b_proj(self.f_a_proj(x))).unflatten(-1, self.keys),
+            beta=context.silence(self.b_proj(x)),
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            lower_bound=self.lower_bound,
+            state=None if memory is None else memory.state,
+            cu_seqlens=context.cu_seqlens,
+            overwrite_state=overwrite and not torch.is_grad_enabled(),
+            writes=torch.empty_like(v, dtype=wide(v).dtype) if context.records else None,
         )
+        o, state = kda(call)
         if memory is not None:
-            memory.update(state, window, hidden_states.shape[1])
+            memory.update(state, window, self._record(call, inputs, context) if context.records else None)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         o = self.o_norm(o, gate.unflatten(-1, self.values)).flatten(-2)  # [B, T, H * V]
         return context.unpack(self.o_proj(o))
+
+    @torch.no_grad()
+    def _record(self, call: KdaCall, inputs: Tensor, context: ForwardContext) -> Record:
+        """What moves the cache's memory on by the tokens of `call`, once more."""
+        g = log_decay(call.gate, call.A_log, call.dt_bias, call.lower_bound)
+        k, g, writes, inputs = (context.unpack(x.detach()) for x in (unit(call.k), g, call.writes, inputs))
+        return Record(k, g, writes, inputs, context.real)

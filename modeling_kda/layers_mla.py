@@ -52,7 +52,7 @@ class MultiHeadLatentAttention(nn.Module):
         latent, shared = self.kv_a_proj_with_mqa(hidden_states).split([self.latent, self.shared], -1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], -1)
         if cache is not None:
-            rows = cache.layers[self.layer_idx].update(rows)  # [B, S, L + P]
+            rows = cache.layers[self.layer_idx].update(rows, context.at)  # [B, S, L + P]
         if context.absorbed and self._absorbable():
             o, weights = self._absorbed(q, rows, context.allowed)
         else:

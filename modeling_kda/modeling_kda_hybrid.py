@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers.generation import GenerationMode
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import logging
@@ -95,7 +97,7 @@ class KdaHybridPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _is_stateful = True  # the recurrent state cannot be cropped
+    _is_stateful = False  # for transformers that means: a cache that cannot be cropped
     _can_compile_fullgraph = False
     _keep_in_fp32_modules_strict = list(FLOAT32)
 
@@ -301,7 +303,7 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         elif not inputs_embeds.is_floating_point():
             raise ValueError(f"`inputs_embeds` is {inputs_embeds.dtype}; it must be of a floating-point type.")
         if cache is not None:
-            cache.check(self.config, inputs_embeds.shape[0])
+            cache.check(self.config, *inputs_embeds.shape[:2])
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if checkpointing and cache is not None and cache.get_seq_length():
             raise ValueError(
@@ -316,6 +318,8 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         )
         if cache is None and not context.packed and self._wants_cache(use_cache):
             cache = KdaHybridCache(self.config)
+        if cache is not None:
+            cache.unfinished = True
 
         wants = {
             name: given if given is not None else getattr(self.config, name, False)
@@ -326,7 +330,7 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
             )
         }
         hidden_states, blocks, states, attentions, routers = inputs_embeds, (), [], [], []
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer when drafting with an early exit
             states.append(hidden_states)
             before = hidden_states
             hidden_states, weights, logits = layer(hidden_states, context, cache, *blocks)
@@ -338,6 +342,8 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
                 (*blocks, hidden_states), self.output_attn_res_norm, self.output_attn_res_proj, self.norm.eps
             )
         hidden_states = self.norm(hidden_states)
+        if cache is not None:
+            cache.advance(inputs_embeds.shape[1])
         output = MoeModelOutputWithPast(
             last_hidden_state=hidden_states,
             hidden_states=(*states, hidden_states) if wants["output_hidden_states"] else None,
@@ -404,6 +410,7 @@ class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
         self.model = KdaHybridModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._static_length = 0
         self.post_init()
 
     def forward(
@@ -489,19 +496,58 @@ class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
         return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         """Puts a `KdaHybridCache` where `generate` would put its own."""
         kind = generation_config.cache_implementation
         if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        elif kind in (None, "dynamic"):
-            model_kwargs[CACHE_NAME] = KdaHybridCache(self.config)
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        if kind in (None, "dynamic", "offloaded"):
+            cache = KdaHybridCache(self.config, offloading=kind == "offloaded")
+        elif kind == "static":
+            drafts = generation_config.prompt_lookup_num_tokens or 0  # they may go beyond the last token
+            # As large as any before, so that what was compiled for one still fits.
+            self._static_length = max(
+                max_cache_length + drafts, generation_config.max_cache_len or 0, self._static_length
+            )
+            cache = KdaHybridCache(self.config, self._static_length)
         else:
             raise NotImplementedError(
-                f"`cache_implementation` {kind!r} is not built for recurrent states; leave it out, or pass "
-                "`cache=KdaHybridCache(model.config)`."
+                f"`cache_implementation` {kind!r} is not built for recurrent states. There are 'dynamic' (the "
+                "default), 'static' and 'offloaded'."
             )
+        if generation_config.is_assistant:
+            cache.activate_past_recording()  # its drafts may be taken back
+        model_kwargs[CACHE_NAME] = cache
+
+    @staticmethod
+    def create_masks_for_generate(*, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        """The mask of a step on a static cache: for one token, of one length for all steps."""
+        if attention_mask is None or inputs_embeds.shape[1] != 1:
+            return attention_mask
+        return F.pad(attention_mask, (0, kwargs[CACHE_NAME].max_cache_len - attention_mask.shape[1]))
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Not possible with transformers' paged cache.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "continuous batching (`generate_batch`) is not possible for models with recurrent states: the paged cache "
+            "of transformers holds blocks of keys and values a token, and has no place for a state a request. Use "
+            "`generate` on a left-padded batch, or `KdaHybridCache.fork` and `PrefixCache` to share a prompt."
+        )
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
 
 
 class KdaHybridForSequenceClassification(GenericForSequenceClassification, KdaHybridPreTrainedModel):

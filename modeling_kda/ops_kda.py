@@ -100,6 +100,7 @@ def _check(call: KdaCall) -> None:
         "A_log": (H,),
         "dt_bias": (H * K,),
         "state": (N, H, V, K),
+        "writes": (B, T, H, V),
     }
     for name, shape in wanted.items():
         tensor = getattr(call, name)

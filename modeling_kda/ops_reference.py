@@ -45,6 +45,8 @@ class KdaCall:
         state: `[N, H, V, K]` float32 at the start of each document; None means zeros.
         cu_seqlens: `[N + 1]` integers, document boundaries; B must be 1. None: each row is a document.
         overwrite_state: The backend may write the final state into the memory of `state`.
+        writes: `[B, T, H, V]` float32, to be filled with what each token writes under its key (without gradients).
+            None: nobody wants it.
 
     A backend returns `o` `[B, T, H, V]` in the dtype of `v`, and the final state `[N, H, V, K]` float32.
     """
@@ -60,6 +62,7 @@ class KdaCall:
     state: Tensor | None = None
     cu_seqlens: Tensor | None = None
     overwrite_state: bool = False
+    writes: Tensor | None = None
 
     @property
     def num_documents(self) -> int:
@@ -137,12 +140,15 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
     return (y * torch.sigmoid(wide(gate))).to(x.dtype)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, writes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The recurrence, token by token.
 
     Args:
         q, k: `[B, T, H, K]`, as they enter the recurrence (`q` scaled). v: `[B, T, H, V]`.
         g: `[B, T, H, K]` natural-log decay. beta: `[B, T, H]` in [0, 1]. state: `[B, H, V, K]`.
+        writes: `[B, T, H, V]`, to be filled with what each token writes under its key.
 
     Returns: `o` `[B, T, H, V]` and the final state.
     """
@@ -150,9 +156,24 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     for t in range(q.shape[1]):
         state = state * g[:, t].exp().unsqueeze(-2)
         error = v[:, t] - (state @ k[:, t].unsqueeze(-1)).squeeze(-1)
-        state = state + (beta[:, t].unsqueeze(-1) * error).unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        u = beta[:, t].unsqueeze(-1) * error
+        state = state + u.unsqueeze(-1) * k[:, t].unsqueeze(-2)
         outputs.append((state @ q[:, t].unsqueeze(-1)).squeeze(-1))
+        if writes is not None:
+            writes[:, t] = u.detach()
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state
+
+
+def replay(k: Tensor, g: Tensor, writes: Tensor, state: Tensor | None) -> Tensor:
+    """The state after tokens whose writes are known: one product, where the recurrence takes a step a token.
+
+    Args:
+        k: `[B, T, H, K]`, as it entered the recurrence. g: `[B, T, H, K]` natural-log decay. writes: `[B, T, H, V]`.
+        state: `[B, H, V, K]` before them; None: zeros.
+    """
+    until_end = F.pad(g.flip(1).cumsum(1).flip(1), (0, 0, 0, 0, 0, 1))  # [B, T + 1, H, K] the decay from token i on
+    written = torch.einsum("bthv,bthk->bhvk", writes, k * until_end[:, 1:].exp())
+    return written if state is None else written.addcmul(state, until_end[:, 0].exp().unsqueeze(-2))
 
 
 def operands(call: KdaCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -182,12 +203,13 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
         parts = []
         for n, (start, end) in enumerate(pairwise(bounds)):
             cut = {name: getattr(call, name)[:, start:end] for name in ("q", "k", "v", "gate", "beta")}
-            parts.append(run(replace(call, **cut, state=state[n : n + 1], cu_seqlens=None)))
+            writes = None if call.writes is None else call.writes[:, start:end]
+            parts.append(run(replace(call, **cut, state=state[n : n + 1], cu_seqlens=None, writes=writes)))
         if not parts:
             return torch.zeros_like(call.v), state
         return torch.cat([o for o, _ in parts], 1), torch.cat([s for _, s in parts])
     q, k, g, beta = operands(call)
-    o, state = delta_rule(q, k, wide(call.v), g, beta, call.initial_state(k.dtype))
+    o, state = delta_rule(q, k, wide(call.v), g, beta, call.initial_state(k.dtype), call.writes)
     return o.to(call.v.dtype), state
 
 

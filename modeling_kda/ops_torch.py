@@ -57,7 +57,9 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if call.cu_seqlens is None and call.q.shape[1] < LOOP_BELOW and not keep:
         return _loop(call)
-    o, state, _ = _chunked(*tensors, call.lower_bound, call.cu_seqlens, keep)
+    o, state, _, writes = _chunked(*tensors, call.lower_bound, call.cu_seqlens, keep, call.writes is not None)
+    if call.writes is not None:
+        call.writes.copy_(writes)
     return o, state
 
 
@@ -78,6 +80,8 @@ def _loop(call: KdaCall) -> tuple[Tensor, Tensor]:
         held, read = (S @ kq[:, t]).unbind(-1)  # [B * H, V] each
         u = (v[:, t] - held) * beta[:, t]
         S.baddbmm_(u.unsqueeze(2), k[:, t : t + 1])
+        if call.writes is not None:
+            call.writes[:, t] = u.unflatten(0, (B, H))
         torch.addcmul(read, u, overlap[:, t], out=o[:, t])
     return o.unflatten(0, (B, H)).transpose(1, 2).to(call.v.dtype), state
 
@@ -156,24 +160,24 @@ class _Segment:
         self.start = (self.qk * self.P.unsqueeze(-2)).flatten(1, 2)  # [X, 2C, K]
         self.end = self.qk[:, :, 1] * self.R  # [X, C, K]
 
-    def forward(self, state: Tensor, active: tuple[int, ...], keep: bool) -> Tensor:
-        """Runs the steps from `state` `[N, H, V, K]`, which becomes the final state; returns o `[X, C, V]`.
+    def forward(self, state: Tensor, active: tuple[int, ...], keep: bool = False) -> tuple[Tensor, Tensor]:
+        """Runs the steps from `state` `[N, H, V, K]`, which becomes the final state; returns o and u `[X, C, V]`.
 
         With `keep`, leaves behind for the backward what each step wrote, its error and the state before it.
         """
-        o, Q, last = torch.empty_like(self.v), self.scores[:, :, 0], 0
+        o, writes, Q, last = torch.empty_like(self.v), torch.empty_like(self.v), self.scores[:, :, 0], 0
         self.kept: list[tuple[Tensor, Tensor, Tensor]] = []
         for n in active:
             S = state[:n].flatten(0, 1)
             at, last = slice(last, last + len(S)), last + len(S)
             read, held = (self.start[at] @ S.transpose(1, 2)).unflatten(1, (-1, 2)).unbind(2)  # [., C, V] each
             error = self.v[at] - held
-            u = self.inverse[at] @ (error * self.beta[at])
+            u = torch.bmm(self.inverse[at], error * self.beta[at], out=writes[at])
             torch.baddbmm(read, Q[at], u, out=o[at])
             if keep:
                 self.kept.append((u, error, S.clone()))
             S.mul_(self.P[at, -1:]).baddbmm_(u.transpose(1, 2), self.end[at])
-        return o
+        return o, writes
 
     def backward(self, do: Tensor, d_state: Tensor, active: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Gradients of the operands `[M, C, H, ...]`, given those of o, `[X, C, V]`, and of the final state.
@@ -378,28 +382,34 @@ def _chunked(
     lower_bound: float | None,
     cu_seqlens: Tensor | None,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the final state and, with `keep`, the state at the start of each segment `[segments, N, H, V, K]`."""
+    record: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o; the final state; with `keep` the state at the start of each segment `[segments, N, H, V, K]`; with `record`
+    what each token wrote `[B, T, H, V]`."""
     call = KdaCall(q, k, v, gate, beta, A_log, dt_bias, lower_bound, state, cu_seqlens)
     layout = _layout_of(call)
     S = call.initial_state(wide(v).dtype)[layout.order]
-    out, borders = _Scatter(v), []
+    out, writes, borders = _Scatter(v), _Scatter(wide(v)) if record else None, []
     for index, active in layout.segments(call):
         if keep:
             borders.append(S.clone())
         segment = _Segment(_gathered(call, index), index == layout.tokens)
-        out.put(index, _by_token(segment.forward(S, active, keep=False), v.shape[2]))
+        o, u = (_by_token(x, v.shape[2]) for x in segment.forward(S, active))
+        out.put(index, o)
+        if record:
+            writes.put(index, u)
     final = torch.empty_like(S)
     final[layout.order] = S
-    return out.whole(), final, torch.stack(borders) if borders else S.new_empty(0, *S.shape)
+    borders = torch.stack(borders) if borders else S.new_empty(0, *S.shape)
+    return out.whole(), final, borders, writes.whole() if record else S.new_empty(0)
 
 
 @_chunked.register_fake
-def _(q, k, v, gate, beta, A_log, dt_bias, state, lower_bound, cu_seqlens, keep):
+def _(q, k, v, gate, beta, A_log, dt_bias, state, lower_bound, cu_seqlens, keep, record):
     documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     S = wide(v.new_empty(documents, v.shape[2], v.shape[3], k.shape[3]))
     segments = torch.library.get_ctx().new_dynamic_size() if keep else 0
-    return torch.empty_like(v), S, S.new_empty(segments, *S.shape)
+    return torch.empty_like(v), S, S.new_empty(segments, *S.shape), S.new_empty(v.shape if record else 0)
 
 
 @torch.library.custom_op(f"{OPERATORS}::chunked_backward", mutates_args=())
@@ -445,16 +455,16 @@ def _(q, k, v, gate, beta, A_log, dt_bias, lower_bound, cu_seqlens, borders, do,
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, state, ctx.lower_bound, cu_seqlens, _ = inputs
+    *tensors, state, ctx.lower_bound, cu_seqlens, _, _ = inputs
     ctx.save_for_backward(*tensors, cu_seqlens, output[2])
     ctx.state_dtype = None if state is None else state.dtype
 
 
-def _backward(ctx, do, d_final, _):
+def _backward(ctx, do, d_final, *_):
     *tensors, cu_seqlens, borders = ctx.saved_tensors
     with without_autocast(do):
         *grads, d_state = _chunked_backward(*tensors, ctx.lower_bound, cu_seqlens, borders, do, d_final)
-    return *grads, None if ctx.state_dtype is None else d_state.to(ctx.state_dtype), None, None, None
+    return *grads, None if ctx.state_dtype is None else d_state.to(ctx.state_dtype), None, None, None, None
 
 
 _chunked.register_autograd(_backward, setup_context=_save_for_backward)
