@@ -69,10 +69,10 @@ class ForwardContext:
         self.records, self.parts = cache is not None and cache.recording > 0, ()
         self.cu_seqlens = self._real = self._pads = self.attention_mask = self.allowed = None
         few = T <= ABSORB_UP_TO
-        if few and cache is not None and cache.max_cache_len is not None and cu_seqlens is None and seq_idx is None:
-            if attention_mask is None or (T == 1 and attention_mask.ndim == 2):
-                self._fix(cache, attention_mask, embeds.device)
-                return
+        fixed = cache is not None and cache.max_cache_len is not None and cu_seqlens is None and seq_idx is None
+        if fixed and few and (attention_mask is None or (T == 1 and attention_mask.ndim == 2)):
+            self._fix(cache, attention_mask, embeds.device)
+            return
         self.at = past = 0 if cache is None else cache.get_seq_length()
         mask = _two_dimensional(attention_mask, B, T, past)
         self.real = real = None if mask is None or mask[:, past:].all() else mask[:, past:]
