@@ -7,7 +7,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from . import compat_transformers  # noqa: F401, first: it refuses versions of transformers that are not supported
-from .cache_kda_hybrid import KdaHybridCache
+from .cache_kda_hybrid import CacheSnapshot, KdaHybridCache
+from .cache_prefix import PrefixCache
 from .configuration_kda_hybrid import KdaHybridConfig
 from .modeling_kda_hybrid import (
     KdaHybridForCausalLM,
@@ -58,6 +59,7 @@ _register_lora_targets()
 __all__ = [
     "EMBEDDED_MODEL",
     "LORA_TARGETS",
+    "CacheSnapshot",
     "KdaCall",
     "KdaHybridCache",
     "KdaHybridConfig",
@@ -65,6 +67,7 @@ __all__ = [
     "KdaHybridForSequenceClassification",
     "KdaHybridModel",
     "KdaHybridPreTrainedModel",
+    "PrefixCache",
     "backend_report",
     "kda",
     "optimizer_groups",

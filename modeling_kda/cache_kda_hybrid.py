@@ -88,10 +88,12 @@ class KdaHybridCache(Cache):
                 f"{fingerprint[name]!r}. Make one with `KdaHybridCache(model.config)`."
             )
         if self.batch_size not in (-1, rows):
-            raise ValueError(
-                f"`cache` remembers {self.batch_size} rows, the input has {rows}. Rows can be repeated by "
-                "`batch_repeat_interleave` and picked by `batch_select_indices`."
-            )
+            if self.get_seq_length():
+                raise ValueError(
+                    f"`cache` remembers {self.batch_size} rows, the input has {rows}. Rows can be repeated by "
+                    "`batch_repeat_interleave` and picked by `batch_select_indices`."
+                )
+            self.layers = [layer.fresh() for layer in self.layers]  # static, and empty: other addresses
         if self.unfinished:
             raise ValueError(
                 "a forward with this `cache` ended before its last layer, and its layers have seen different tokens. "
@@ -216,7 +218,7 @@ class KdaHybridCache(Cache):
     @property
     def recording(self) -> int:
         """How many of the latest tokens are recorded at least, to be taken back by `crop`; 0: none."""
-        return max((layer.limit for layer in self._recurrent if layer.record_past), default=0)
+        return max([0, *[layer.limit for layer in self._recurrent if layer.record_past]])
 
     def activate_past_recording(self, tokens: int | None = None) -> None:
         """From now on, `crop` can take back what comes.
@@ -409,6 +411,12 @@ class CacheSnapshot:
     def nbytes(self) -> dict[str, int]:
         """Bytes by kind; those of latents are shared with the cache that the snapshot is of."""
         return self._cache.nbytes()
+
+    def storages(self) -> dict[int, int]:
+        """The memory that this keeps alive: the bytes of each storage, by its address."""
+        length = self.tokens
+        tensors = [x for layer in self._cache.layers for x in layer.contents(length).values()]
+        return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
 
     def __repr__(self) -> str:
         return repr(self._cache).replace(type(self._cache).__name__, type(self).__name__, 1)

@@ -87,8 +87,10 @@ def without_autocast(x: Tensor) -> torch.autocast:
 
 
 def writable(x: Tensor) -> bool:
-    """Whether `x` may be written in place here: what `torch.inference_mode` made may not be written outside of it."""
-    return torch.is_inference_mode_enabled() or not x.is_inference()
+    """Whether `x` may be written in place here: what `torch.inference_mode` made may not be written outside of it.
+
+    (A compiled function does not ask; its inputs are what they are.)"""
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not x.is_inference()
 
 
 def unit(x: Tensor, length: float = 1.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""What both benchmarks share: fresh processes, clocks, memory, the table and the JSON line at its end."""
+"""What the benchmarks share: fresh processes, clocks, memory, the table and the JSON line at its end."""
 
 import argparse
 import importlib.metadata
@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 DTYPES = ("float32", "bfloat16")
 SLOW = 20.0  # Seconds. A first run that takes longer is the only one.
 MIB = 2**20
+FEW = 8  # Tokens that give a cache its tensors.
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -48,6 +49,25 @@ def fresh(function: str, **arguments: Any) -> dict[str, Any]:
 
 def _module() -> str:
     return sys.modules["__main__"].__spec__.name
+
+
+def embedded():
+    """The model that ships with the package, in float32."""
+    from modeling_kda import EMBEDDED_MODEL, KdaHybridForCausalLM
+
+    return KdaHybridForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def filled(model, tokens: int):
+    """The cache of one of our models as after `tokens` tokens, of random numbers: no time or size depends on them."""
+    cache = model(torch.ones(1, FEW, dtype=torch.long), use_cache=True).cache
+    for layer in cache.layers:
+        if layer.kind == "latent":
+            width = layer.contents(FEW)["latents"].shape[-1]
+            layer.fill({"latents": torch.randn(1, tokens, width)})
+    cache._set_length(tokens)
+    return cache
 
 
 def clock(call: Callable[[], Any]) -> float:
