@@ -78,8 +78,9 @@ class KdaHybridCache(Cache):
 
     # A forward
 
-    def check(self, config: KdaHybridConfig, rows: int, tokens: int) -> None:
-        """Raises ValueError if `tokens` more of `rows` rows cannot follow in this memory."""
+    def check(self, config: KdaHybridConfig, embeds: Tensor) -> None:
+        """Raises ValueError if `embeds` `[B, T, D]` of a model of `config` cannot follow in this memory."""
+        rows, tokens = embeds.shape[:2]
         fingerprint = fingerprint_of(config)
         if fingerprint != self.fingerprint:
             name = next(name for name in FINGERPRINT if fingerprint[name] != self.fingerprint[name])
@@ -99,21 +100,22 @@ class KdaHybridCache(Cache):
                 "a forward with this `cache` ended before its last layer, and its layers have seen different tokens. "
                 "Call `restore` with a snapshot from before, or `reset`."
             )
-        if self.max_cache_len is None or torch.compiler.is_compiling() or self._length.device.type != "cpu":
+        if self.max_cache_len is None:
             return
-        if self.get_seq_length() + tokens > self.max_cache_len:
+        if self._length.device != embeds.device:
+            self._length = self._length.to(embeds.device)
+        if torch.compiler.is_compiling():
+            return
+        torch._dynamo.mark_static_address(self._length)
+        if embeds.device.type == "cpu" and self.get_seq_length() + tokens > self.max_cache_len:
             raise ValueError(
                 f"`cache` holds {self.get_seq_length()} tokens and has room for `max_cache_len` {self.max_cache_len}: "
                 f"{tokens} more do not fit. Make a larger one, or leave `max_cache_len` out."
             )
 
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
+    def positions(self, tokens: int) -> Tensor:
         """Where the next `tokens` go, `[tokens]`; only with `max_cache_len`."""
-        if self._length.device != device:
-            self._length = self._length.to(device)
-            if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(self._length)
-        return self._length + torch.arange(tokens, device=device)
+        return self._length + torch.arange(tokens, device=self._length.device)
 
     def advance(self, tokens: int) -> None:
         """To be called when all layers have taken `tokens` more."""

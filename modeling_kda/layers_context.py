@@ -105,7 +105,7 @@ class ForwardContext:
         """
         (B, T), room = self.shape, cache.max_cache_len
         self.packed, self.absorbed, self.real = False, True, None
-        self.at = cache.positions(T, device)
+        self.at = cache.positions(T)
         self.allowed = (self.at.unsqueeze(1) >= torch.arange(room, device=device)).unsqueeze(0)  # [1, T, S]
         if mask is None:
             return

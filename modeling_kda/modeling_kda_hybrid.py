@@ -303,7 +303,7 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         elif not inputs_embeds.is_floating_point():
             raise ValueError(f"`inputs_embeds` is {inputs_embeds.dtype}; it must be of a floating-point type.")
         if cache is not None:
-            cache.check(self.config, *inputs_embeds.shape[:2])
+            cache.check(self.config, inputs_embeds)
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if checkpointing and cache is not None and cache.get_seq_length():
             raise ValueError(

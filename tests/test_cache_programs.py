@@ -105,13 +105,14 @@ class Machine:
     def forward(self, cache: KdaHybridCache, ledger: Ledger, new: Tensor, mask: Tensor) -> None:
         if not ledger.ids.numel():  # an empty cache takes any number of rows
             new, mask = new[: self.rows], mask[: self.rows]
-        ids, whole = torch.cat([ledger.ids, new], 1), torch.cat([ledger.mask, mask], 1)
+        rows = len(new)
+        ids, whole = torch.cat([ledger.ids[:rows], new], 1), torch.cat([ledger.mask[:rows], mask], 1)
         if ids.shape[1] > LONGEST:
             return
         with torch.no_grad():
             logits = self.model(new, attention_mask=None if whole.all() else whole, cache=cache).logits
         ledger.ids, ledger.mask = ids, whole
-        ledger.logits = torch.cat([ledger.logits[: len(new)], logits], 1)
+        ledger.logits = torch.cat([ledger.logits[:rows], logits], 1)
         ledger.seen(new.shape[1])
         assert cache.get_seq_length() == ids.shape[1]
 

@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.bench_context [--quick] [--plot FILE.svg [--from FILE]]
 
-The embedded model against full attention: a random Llama of transformers with as many layers, heads and parameters and
-transformers' default cache. Neither time nor bytes depend on what is remembered, so the caches are filled with random
-numbers; a check compares that with a prefill. Lengths for which memory does not suffice are computed: bytes exactly,
-times on the line through the last two that were measured.
+The embedded model against full attention: a random Llama of transformers with as many layers, heads and parameters,
+with the default cache, which is copied for every token, and with the static one, which has room for all. Neither time
+nor bytes depend on what is remembered, so the caches are filled with random numbers; a check compares that with a
+prefill. Lengths for which memory does not suffice are computed: bytes exactly, times on the line through the last two
+that were measured.
 
 `--plot` draws both panels, `--from` does so from what an earlier run printed.
 """
@@ -21,14 +22,15 @@ import torch
 from .common import clock, embedded, filled, fresh, peak_mib, ratio, report, table
 
 
-SIDES = ("ours", "peer")
-LABELS = {"ours": "KDA hybrid (ours)", "peer": "full attention"}
+SIDES = ("ours", "peer", "static")
+LABELS = {"ours": "KDA hybrid (ours)", "peer": "full attention", "static": "full attention, static"}
+COLOURS = {"ours": "#0969da", "peer": "#cf222e", "static": "#8250df"}
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 QUICK = (32, 64, 128)
 STEPS, FEWEST, WARM_UP = 20, 3, 2
 BUDGET = 60.0  # Seconds of steps, after which FEWEST are enough.
-# Peak over bytes remembered. Ours grows by a quarter, while the old rows are there; the peer's copies one layer.
-GROWTH = {"ours": 1.8, "peer": 1.25}
+# Peak over bytes remembered. Ours grows by a quarter, while the old rows are there; the peers copy one layer.
+GROWTH = {"ours": 1.8, "peer": 1.25, "static": 1.25}
 RESERVED = 4e9  # Bytes that the rest of the machine keeps.
 
 
@@ -59,17 +61,19 @@ def load(side: str):
 
 def cache_of(side: str, model, tokens: int, prefill: bool):
     """A cache that remembers `tokens`, of a prefill or of random numbers."""
+    from transformers import DynamicCache, StaticCache
+
+    if side == "ours" and not prefill:
+        return filled(model, tokens)
+    cache = None  # ours makes its own
+    if side == "peer":
+        cache = DynamicCache(config=model.config)
+    elif side == "static":
+        cache = StaticCache(config=model.config, max_cache_len=tokens + WARM_UP + STEPS)
     if prefill:
         ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1))
-        return model(ids, use_cache=True, logits_to_keep=1).cache
-    if side == "ours":
-        return filled(model, tokens)
-    from transformers import DynamicCache
-
-    cache, shape = (
-        DynamicCache(config=model.config),
-        (1, model.config.num_key_value_heads, tokens, model.config.head_dim),
-    )
+        return model(ids, cache=cache, use_cache=True, logits_to_keep=1).cache
+    shape = (1, model.config.num_key_value_heads, tokens, model.config.head_dim)
     for layer in range(model.config.num_hidden_layers):
         cache.update(torch.randn(shape), torch.randn(shape), layer)
     return cache
@@ -79,7 +83,8 @@ def remembered(side: str, cache) -> dict[str, int]:
     """Bytes by kind: `recurrent` does not grow with the tokens."""
     if side == "ours":
         return {kind: cache.nbytes()[kind] for kind in ("recurrent", "latent")}
-    return {"keys and values": sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))}
+    tokens, tensors = int(cache.get_seq_length()), [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    return {"keys and values": sum(x[:, :, :tokens].nbytes for x in tensors)}
 
 
 @torch.no_grad()
@@ -104,10 +109,8 @@ def compute(measured: list[dict[str, Any]], lengths: tuple[int, ...], tokens: in
     """What a length for which memory does not suffice would give, from what was measured at the shorter `lengths`."""
     last, length = measured[-1], lengths[len(measured) - 1]
     kinds = {kind: n if kind == "recurrent" else n * tokens // length for kind, n in last["kinds"].items()}
-    ms = None
-    if len(measured) > 1:
-        slope = (last["ms"] - measured[-2]["ms"]) / (length - lengths[len(measured) - 2])
-        ms = last["ms"] + slope * (tokens - length)
+    slope = (last["ms"] - measured[-2]["ms"]) / (length - lengths[len(measured) - 2])
+    ms = last["ms"] + slope * (tokens - length)
     size = {"bytes": sum(kinds.values()), "kinds": kinds, "parameters": last["parameters"]}
     return {**size, "ms": ms, "steps": 0, "peak_mib": None, "computed": True}
 
@@ -119,9 +122,9 @@ def free() -> int:
 
 
 def curve(side: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """One side at every length; once memory does not suffice, all longer ones are computed."""
-    points = [fresh("measure", side=side, tokens=lengths[0])]
-    for tokens in lengths[1:]:
+    """One side at every length; once memory does not suffice, after two at least, all longer ones are computed."""
+    points = [fresh("measure", side=side, tokens=tokens) for tokens in lengths[:2]]
+    for tokens in lengths[2:]:
         measured = [point for point in points if not point["computed"]]
         point = compute(measured, lengths, tokens)
         fits = len(measured) == len(points) and point["bytes"] * GROWTH[side] < free() - RESERVED
@@ -152,7 +155,8 @@ def plot(results: dict[str, Any], file: str) -> None:
         figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         titles = {"bytes": "bytes remembered", "ms": "milliseconds per decoded token"}
         for panel, (key, title) in zip(axes, titles.items()):
-            for side, colour in zip(SIDES, ("#0969da", "#cf222e")):
+            for side in SIDES if key == "ms" else ("ours", "peer"):  # a static cache has the same bytes
+                colour = COLOURS[side]
                 x = [point["tokens"] for point in results["points"]]
                 y = [point[side][key] for point in results["points"]]
                 n = sum(not point[side]["computed"] for point in results["points"])
@@ -188,15 +192,17 @@ def printed(file: str) -> dict[str, Any]:
     return found[-1]
 
 
-def rows_of(points: list[dict[str, Any]]) -> list[list[Any]]:
-    rows = []
-    for point in points:
-        row: list[Any] = [f"{point['tokens']:,}"]
-        for key, scale in (("bytes", 1e6), ("ms", 1), ("peak_mib", 1)):
-            a, b = (None if point[side][key] is None else point[side][key] / scale for side in SIDES)
-            row += [a, b] + ([] if key == "peak_mib" else [ratio(b, a) if b else None])
-        rows.append([*row, ", ".join(LABELS[side] for side in SIDES if point[side]["computed"]) or "-"])
-    return rows
+HEADER = ["tokens", "ours MB", "peer MB", "ratio", "ours ms", "peer ms", "ratio", "static ms", "ratio"]
+HEADER += ["ours peak MiB", "peer peak MiB", "static peak MiB", "computed"]
+
+
+def row(point: dict[str, Any]) -> list[Any]:
+    """Of the table, as in HEADER."""
+    ours, peer, static = (point[side] for side in SIDES)
+    size = [ours["bytes"] / 1e6, peer["bytes"] / 1e6, ratio(peer["bytes"], ours["bytes"])]
+    time = [ours["ms"], peer["ms"], ratio(peer["ms"], ours["ms"]), static["ms"], ratio(static["ms"], ours["ms"])]
+    computed = ", ".join(side for side in SIDES if point[side]["computed"])
+    return [f"{point['tokens']:,}", *size, *time, *(point[side]["peak_mib"] for side in SIDES), computed or "-"]
 
 
 def main() -> None:
@@ -214,15 +220,13 @@ def main() -> None:
     curves = {side: curve(side, lengths) for side in SIDES}
     points = [{"tokens": n, **{side: curves[side][i] for side in SIDES}} for i, n in enumerate(lengths)]
     like = check(lengths[0], points[0])
-    header = ["tokens", "ours MB", "peer MB", "ratio", "ours ms", "peer ms", "ratio"]
-    header += ["ours peak MiB", "peer peak MiB", "computed"]
     words = "{} of {:,} parameters, at {:,} tokens: {:.3g} ms after a prefill, {:.3g} ms filled, the same bytes."
     checks = [
         words.format(LABELS[x], points[0][x]["parameters"], lengths[0], like[x]["prefilled_ms"], like[x]["filled_ms"])
         for x in SIDES
     ]
     results = {"points": points, "check": like}
-    report([table(header, rows_of(points)), "\n".join(checks)], results)
+    report([table(HEADER, [row(point) for point in points]), "\n".join(checks)], results)
     if given.plot:
         plot(results, given.plot)
 
