@@ -183,8 +183,9 @@ class KdaHybridCache(Cache):
     # Rows
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        for layer in self.layers:
-            layer.replace(change, self.get_seq_length())
+        length = self.get_seq_length()
+        for layer in self.layers if length else ():
+            layer.replace(change, length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
@@ -198,12 +199,17 @@ class KdaHybridCache(Cache):
 
     # Places
 
-    def to(self, device: torch.device | str) -> "KdaHybridCache":
-        """Moves everything, for example out of a GPU's way; each layer takes its part back when it runs."""
+    def move_to(self, device: torch.device | str) -> None:
+        """Moves everything, for example out of a GPU's way; each layer takes its part back when it runs.
+
+        (Not called `to`, with which accelerate moves whatever is passed to a layer.)
+
+        Raises:
+            ValueError: with `max_cache_len`, which promises fixed addresses.
+        """
         if self.max_cache_len is not None:
-            raise ValueError("a cache with `max_cache_len` keeps its addresses. Move a fork or a snapshot of it.")
+            raise ValueError("a cache with `max_cache_len` keeps its addresses, so it cannot move. `save` it instead.")
         self._replace(lambda x: x.to(device))
-        return self
 
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` in all, at the next occasion, so that what follows is not copied as it grows."""

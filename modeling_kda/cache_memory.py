@@ -158,7 +158,7 @@ class RecurrentMemory:
             if keep:
                 self._move_checkpoint(keep)
             self._put(*self.checkpoint)
-            self._owned = keep > 0 or self.static
+            self._owned = self.static
         self._forget_past()
 
     def reset(self) -> None:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
-from transformers.generation import GenerationMode
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import logging
@@ -21,6 +19,7 @@ from transformers.utils import logging
 from .cache_kda_hybrid import KdaHybridCache
 from .compat_transformers import CACHE_NAME, one_cache
 from .configuration_kda_hybrid import KdaHybridConfig
+from .generation_kda_hybrid import KdaGenerationMixin
 from .layers_attnres import MixWeight, mix
 from .layers_context import ForwardContext
 from .layers_kda import GatedRMSNorm, KimiDeltaAttention
@@ -400,7 +399,7 @@ def _check_ids(ids: Tensor, size: int) -> None:
         )
 
 
-class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
+class KdaHybridForCausalLM(KdaHybridPreTrainedModel, KdaGenerationMixin):
     """The decoder with a language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -410,7 +409,6 @@ class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
         self.model = KdaHybridModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._static_length = 0
         self.post_init()
 
     def forward(
@@ -467,87 +465,6 @@ class KdaHybridForCausalLM(KdaHybridPreTrainedModel, GenerationMixin):
             **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
         return output if self.model._wants_dict(return_dict) else output.to_tuple()
-
-    def generate(
-        self,
-        *args: Any,
-        cache: KdaHybridCache | None = None,
-        past_key_values: KdaHybridCache | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As in transformers. `cache` and `past_key_values` are two names of one argument, in every version.
-
-        Raises:
-            ValueError: both names were given, or a prompt with no token that the cache has not seen.
-        """
-        cache = one_cache(cache, past_key_values)
-        if cache is not None:
-            kwargs[CACHE_NAME] = cache
-            ids, mask = (
-                args[0] if args else kwargs.get("input_ids", kwargs.get("inputs")),
-                kwargs.get("attention_mask"),
-            )
-            whole = ids is not None and (mask is None or mask.shape[1] == ids.shape[1])
-            if whole and 0 < ids.shape[1] <= cache.get_seq_length():
-                raise ValueError(
-                    f"the prompt has {ids.shape[1]} tokens, and `cache` holds {cache.get_seq_length()}: pass all "
-                    "tokens so far and at least one new one, or only new ones with an `attention_mask` for all."
-                )
-        return super().generate(*args, **kwargs)
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        """Puts a `KdaHybridCache` where `generate` would put its own."""
-        kind = generation_config.cache_implementation
-        if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
-            super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-            return
-        if kind in (None, "dynamic", "offloaded"):
-            cache = KdaHybridCache(self.config, offloading=kind == "offloaded")
-        elif kind == "static":
-            drafts = generation_config.prompt_lookup_num_tokens or 0  # they may go beyond the last token
-            # As large as any before, so that what was compiled for one still fits.
-            self._static_length = max(
-                max_cache_length + drafts, generation_config.max_cache_len or 0, self._static_length
-            )
-            cache = KdaHybridCache(self.config, self._static_length)
-        else:
-            raise NotImplementedError(
-                f"`cache_implementation` {kind!r} is not built for recurrent states. There are 'dynamic' (the "
-                "default), 'static' and 'offloaded'."
-            )
-        if generation_config.is_assistant:
-            cache.activate_past_recording()  # its drafts may be taken back
-        model_kwargs[CACHE_NAME] = cache
-
-    @staticmethod
-    def create_masks_for_generate(*, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
-        """The mask of a step on a static cache: for one token, of one length for all steps."""
-        if attention_mask is None or inputs_embeds.shape[1] != 1:
-            return attention_mask
-        return F.pad(attention_mask, (0, kwargs[CACHE_NAME].max_cache_len - attention_mask.shape[1]))
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Not possible with transformers' paged cache.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            "continuous batching (`generate_batch`) is not possible for models with recurrent states: the paged cache "
-            "of transformers holds blocks of keys and values a token, and has no place for a state a request. Use "
-            "`generate` on a left-padded batch, or `KdaHybridCache.fork` and `PrefixCache` to share a prompt."
-        )
-
-    generate_batch = continuous_batching_context_manager = init_continuous_batching
 
 
 class KdaHybridForSequenceClassification(GenericForSequenceClassification, KdaHybridPreTrainedModel):

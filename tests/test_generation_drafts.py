@@ -26,7 +26,7 @@ from modeling_kda import KdaHybridCache, KdaHybridForCausalLM
 from modeling_kda.compat_transformers import CACHE_NAME
 
 
-TOKENS = 14
+TOKENS = 12
 OPTIONS = {**GREEDY, "max_new_tokens": TOKENS}
 KINDS = ["another", "noisy", "itself", "early exit", "prompt lookup"]
 
@@ -115,7 +115,7 @@ def test_generate_goes_on_from_a_cache_whose_drafts_were_taken_back(name, pads, 
 
 @pytest.mark.parametrize("implementation", ["static", "offloaded"])
 @pytest.mark.parametrize("pads", PADS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("kind", ["noisy", "prompt lookup"])
 def test_generate_with_drafts_on_other_caches_equals_the_row_alone(name, pads, kind, implementation):
     model, prompt = made(name), prompt_for(pads, kind)
@@ -181,8 +181,7 @@ def test_generate_with_drafts_behind_a_filled_cache_is_right_or_refused():
     cache = prefilled(model, prompt)
     try:
         out = model.generate(prompt.ids, cache=cache, prompt_lookup_num_tokens=3, **OPTIONS, **DETAILS)
-    except ValueError as error:
-        assert "cache" in str(error)
-    else:
-        assert cache.get_seq_length() == out.sequences.shape[1] - 1
-        assert_equals_rows_alone(model, out, prompt.rows, prompt.ids.shape[1], TOKENS)
+    except ValueError:
+        return
+    assert cache.get_seq_length() == out.sequences.shape[1] - 1
+    assert_equals_rows_alone(model, out, prompt.rows, prompt.ids.shape[1], TOKENS)

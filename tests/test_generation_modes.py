@@ -227,12 +227,12 @@ def test_generate_of_a_batch_equals_batches_of_one(pads, how):
 def test_generate_continues_as_if_it_had_seen_all(name, pads, kind, turn):
     model, prompt = made(name), prompt_of(pads)
     cache = prefilled(model, prompt, **CACHES[kind])
-    first = model.generate(prompt.ids, attention_mask=prompt.mask, cache=cache, **GREEDY)
+    first = model.generate(prompt.ids, attention_mask=prompt.mask, cache=cache, **{**GREEDY, "max_new_tokens": 3})
     more = torch.ones(2, 1 if turn == "1 token" else 6).long()
     if turn == "6 and 2 tokens":
         more[1, :4] = 0
     ids = torch.cat([first, token_ids(more.shape[1], 2, seed=8)], 1)
-    whole = Prompt(ids, torch.cat([prompt.mask, torch.ones_like(first[:, :NEW]), more], 1), cache.get_seq_length())
+    whole = Prompt(ids, torch.cat([prompt.mask, torch.ones(2, 3).long(), more], 1), cache.get_seq_length())
     given = whole.ids[:, whole.seen :] if turn == "6 tokens, without the past" else whole.ids
     out = model.generate(given, attention_mask=whole.mask, cache=cache, **GREEDY, **DETAILS)
     assert_equals_rows_alone(model, out, whole.rows, given.shape[1])

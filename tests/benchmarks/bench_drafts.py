@@ -162,6 +162,7 @@ def branches(tokens: int, prefill: int, runs: int) -> dict[str, Any]:
             f"fork({BRANCHES}), a step of each": ms(branch),
             "save": ms(lambda: cache.save(file)),
             "load": ms(lambda: KdaHybridCache.load(file, model.config)),
+            "load and a step": ms(lambda: step(KdaHybridCache.load(file, model.config))),
         }
         return {"tokens": tokens, "ms": times, "file_bytes": file.stat().st_size, "cache_bytes": cache.nbytes()}
 

@@ -1,0 +1,129 @@
+"""How `generate` of transformers meets a memory with recurrent states: which cache it makes, what it feeds to one."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMode
+
+from .cache_kda_hybrid import KdaHybridCache
+from .compat_transformers import CACHE_NAME, one_cache
+
+
+class KdaGenerationMixin(GenerationMixin):
+    """`generate` for a model whose `forward` takes a `KdaHybridCache`."""
+
+    _static_length = 0  # of the largest static cache made so far
+    _continued: KdaHybridCache | None = None  # the cache of tokens that drafts are verified behind
+
+    def generate(
+        self,
+        *args: Any,
+        cache: KdaHybridCache | None = None,
+        past_key_values: KdaHybridCache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers. `cache` and `past_key_values` are two names of one argument, in every version.
+
+        Raises:
+            ValueError: both names were given, or a prompt with no token that the cache has not seen.
+        """
+        cache = one_cache(cache, past_key_values)
+        if cache is not None:
+            kwargs[CACHE_NAME] = cache
+            ids, mask = (
+                args[0] if args else kwargs.get("input_ids", kwargs.get("inputs")),
+                kwargs.get("attention_mask"),
+            )
+            whole = ids is not None and (mask is None or mask.shape[1] == ids.shape[1])
+            if whole and 0 < ids.shape[1] <= cache.get_seq_length():
+                raise ValueError(
+                    f"the prompt has {ids.shape[1]} tokens, and `cache` holds {cache.get_seq_length()}: pass all "
+                    "tokens so far and at least one new one, or only new ones with an `attention_mask` for all."
+                )
+        return super().generate(*args, **kwargs)
+
+    def _assisted_decoding(self, input_ids: Tensor, *args: Any, **model_kwargs: Any) -> Any:
+        """As in transformers, which would feed a prompt to a cache that has seen its beginning from the start."""
+        cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
+        past = 0 if cache is None else cache.get_seq_length()
+        if past and (past >= input_ids.shape[1] or (mask is not None and mask.shape[1] != input_ids.shape[1])):
+            raise ValueError(
+                f"with drafts, `generate` needs the whole prompt: `cache` holds {past} tokens, {input_ids.shape[1]} "
+                "were given. Pass all tokens so far and at least one new one."
+            )
+        self._continued = cache if past else None
+        try:
+            return super()._assisted_decoding(input_ids, *args, **model_kwargs)
+        finally:
+            self._continued = None
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,  # named, because transformers looks for it
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in transformers; of a prompt that is verified together with drafts, what its cache has not seen."""
+        cache = kwargs.get(CACHE_NAME)
+        if self._continued is not None and cache is self._continued and kwargs.get("is_first_iteration"):
+            next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
+        return super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Puts a `KdaHybridCache` where `generate` would put its own."""
+        kind = generation_config.cache_implementation
+        if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        if kind in (None, "dynamic", "offloaded"):
+            cache = KdaHybridCache(self.config, offloading=kind == "offloaded")
+        elif kind == "static":
+            drafts = generation_config.prompt_lookup_num_tokens or 0  # they may go beyond the last token
+            # As large as any before, so that what was compiled for one still fits.
+            self._static_length = max(
+                max_cache_length + drafts, generation_config.max_cache_len or 0, self._static_length
+            )
+            cache = KdaHybridCache(self.config, self._static_length)
+        else:
+            raise NotImplementedError(
+                f"`cache_implementation` {kind!r} is not built for recurrent states. There are 'dynamic' (the "
+                "default), 'static' and 'offloaded'."
+            )
+        if generation_config.is_assistant:
+            cache.activate_past_recording()  # its drafts may be taken back
+        model_kwargs[CACHE_NAME] = cache
+
+    @staticmethod
+    def create_masks_for_generate(*, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        """The mask of a step on a static cache: for one token, of one length for all steps."""
+        if attention_mask is None or inputs_embeds.shape[1] != 1:
+            return attention_mask
+        return F.pad(attention_mask, (0, kwargs[CACHE_NAME].max_cache_len - attention_mask.shape[1]))
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Not possible with transformers' paged cache.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "continuous batching (`generate_batch`) is not possible for models with recurrent states: the paged cache "
+            "of transformers holds blocks of keys and values a token, and has no place for a state a request. Use "
+            "`generate` on a left-padded batch, or `KdaHybridCache.fork` and `PrefixCache` to share a prompt."
+        )
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
