@@ -190,6 +190,7 @@ def train_model(
     corpus: Folder,
     tokenizer: Folder,
     out: Folder,
+    config: Annotated[Path | None, typer.Option(help="A folder with another shape's config.json.")] = None,
     steps: int = 1400,
     minutes: Annotated[float | None, typer.Option(help="Train for this long instead; not reproducible.")] = None,
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
@@ -205,7 +206,8 @@ def train_model(
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     stream, held_out = encode(words, read_documents(corpus / "train.txt")), HeldOut(corpus, words)
-    model = KdaHybridForCausalLM(embedded_config()).to(place).train()
+    shape = KdaHybridConfig.from_pretrained(config) if config else embedded_config()
+    model = KdaHybridForCausalLM(shape).to(place).train()
     groups, router_balance = optimizer_groups(model, weight_decay=0.1), RouterBalance(model, balance)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=place.type == "cuda")
 
@@ -291,10 +293,22 @@ def model_card(folder: Path, run: dict, held_out: HeldOut, device: torch.device)
         parameters=model.num_parameters(),
         weights=(folder / "model.safetensors").stat().st_size,
         model_type=model.config.model_type,
+        architecture=architecture(model.config),
         results=results,
         data="\n".join(f"| {s.title} | `{s.client}` | {s.licence} | `{s.sha256}` |" for s in SOURCES),
         samples="\n\n".join(samples),
     )
+
+
+def architecture(config: KdaHybridConfig) -> str:
+    """Two sentences about its layers."""
+    linear, sparse = config.layer_types.count("linear_attention"), config.mlp_layer_types.count("sparse")
+    layers = config.num_hidden_layers
+    text = f"Of {layers} layers {linear} are Kimi Delta Attention, {layers - linear} position-free latent attention."
+    if not sparse:
+        return text
+    experts = f"{config.num_experts} experts, of which each token takes {config.num_experts_per_tok}"
+    return f"{text} {sparse} have {experts}, and {config.n_shared_experts} shared; the others have a dense MLP."
 
 
 CARD = """\
@@ -308,9 +322,8 @@ tags: [{model_type}]
 
 # A small language model with Kimi Delta Attention
 
-{parameters:,} parameters, {weights:,} bytes of weights in bfloat16 (gates, router and biases partly in float32). Twice
-two Kimi Delta Attention layers and one latent-attention layer without positions; the first layer has a dense MLP, the
-other five have eight experts, of which each token takes two, and one shared expert. Byte-level BPE of 2,048 tokens.
+{parameters:,} parameters, {weights:,} bytes of weights in bfloat16 (gates, router and biases partly in float32).
+{architecture} Byte-level BPE of 2,048 tokens.
 It is for demonstrations and tests: it writes prose in the manner of its sources, and it knows nothing.
 
 ```python
