@@ -28,6 +28,8 @@ bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.bench_ops
 	$(BIN)/python -m tests.benchmarks.bench_model
 	$(BIN)/python -m tests.benchmarks.bench_load
+	$(BIN)/python -m tests.benchmarks.bench_context
+	$(BIN)/python -m tests.benchmarks.bench_drafts
 
 clean:
 	rm -rf $(VENV) $(FLOOR)

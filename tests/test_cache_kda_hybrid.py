@@ -1,25 +1,37 @@
 """cache_kda_hybrid.py: what is remembered, how it grows, and that rows stay rows."""
 
 import copy
-import itertools
+import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import LOGITS, assert_close, tiny_config, tiny_model, token_ids
+from helpers import ALIGNED, LOGITS, assert_close, k3_model, tiny_config, tiny_model, token_ids
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from modeling_kda import KdaHybridCache, KdaHybridForCausalLM
-from modeling_kda.cache_kda_hybrid import LatentMemory, RecurrentMemory
+from modeling_kda.cache_memory import LatentMemory, RecurrentMemory
 
 
-# transformers' experts want rows of 16 bytes.
-ALIGNED = {"hidden_size": 64, "moe_intermediate_size": 40}
+MODELS = {
+    "tiny": tiny_model,
+    "k3": k3_model,
+    "linear": functools.partial(tiny_model, num_hidden_layers=2, layer_types=["linear_attention"] * 2),
+    "full": functools.partial(tiny_model, num_hidden_layers=2, layer_types=["full_attention"] * 2),
+}
+KINDS = {"growing": {}, "static": {"max_cache_len": 96}, "offloading": {"offloading": True}}
+
+
+@functools.cache
+def made(name: str) -> KdaHybridForCausalLM:
+    """Shared, so never changed."""
+    return MODELS[name]()
 
 
 @pytest.fixture(scope="module")
 def model() -> KdaHybridForCausalLM:
-    return tiny_model()
+    return made("tiny")
 
 
 @torch.no_grad()
@@ -27,14 +39,30 @@ def step(model: KdaHybridForCausalLM, ids: Tensor, cache: KdaHybridCache, **give
     return model(ids, cache=cache, **given).logits
 
 
-def filled(model: KdaHybridForCausalLM, ids: Tensor, **given) -> KdaHybridCache:
-    cache = KdaHybridCache(model.config)
+def filled(model: KdaHybridForCausalLM, ids: Tensor, kind: str = "growing", **given) -> KdaHybridCache:
+    cache = KdaHybridCache(model.config, **KINDS[kind])
     step(model, ids, cache, **given)
     return cache
 
 
 def tensors(cache: KdaHybridCache) -> list[Tensor]:
-    return [getattr(layer, name) for layer in cache.layers for name in layer.TENSORS]
+    return [x for layer in cache.layers for x in layer.contents(cache.get_seq_length()).values()]
+
+
+@torch.no_grad()
+def assert_goes_on(
+    model: KdaHybridForCausalLM, cache: KdaHybridCache, seen: Tensor, mask: Tensor | None = None, seed: int = 2
+) -> None:
+    """`cache` holds `seen` and nothing else: what comes next gives the logits of a run of all of it."""
+    assert cache.get_seq_length() == seen.shape[1]
+    more = token_ids(5, rows=len(seen), seed=seed)
+    whole, got = torch.cat([seen, more], 1), []
+    mask = None if mask is None else torch.cat([mask, torch.ones_like(more)], 1)
+    for start, end in ((0, 1), (1, 4), (4, 5)):
+        given = {} if mask is None else {"attention_mask": mask[:, : seen.shape[1] + end]}
+        got.append(step(model, more[:, start:end], cache, **given))
+    want = model(whole, attention_mask=mask, use_cache=False).logits[:, seen.shape[1] :]
+    assert_close(torch.cat(got, 1), want, 3 * LOGITS)
 
 
 def test_cache_is_one_of_transformers():
@@ -52,10 +80,10 @@ def test_cache_is_empty_at_first(model):
     cache = KdaHybridCache(model.config)
     assert cache.get_seq_length() == 0
     assert not cache.has_previous_state()
-    assert not cache.is_croppable
+    assert cache.is_croppable
     assert not cache.is_compileable
     assert cache.batch_size == -1
-    assert cache.nbytes() == {"recurrent": 0, "latent": 0}
+    assert cache.nbytes() == {"recurrent": 0, "latent": 0, "recorded": 0}
 
 
 @pytest.mark.parametrize("first", ["linear_attention", "full_attention"])
@@ -69,7 +97,6 @@ def test_cache_counts_tokens_rows_and_keys(first):
     assert cache.has_previous_state()
     assert cache.batch_size == 3
     assert cache.get_max_length() == cache.get_max_cache_shape() == -1
-    assert "7 tokens" in repr(cache)
 
 
 @pytest.mark.parametrize("pieces", [(1,) * 12, (9, 1, 2), (2, 40, 1, 1), (40, 40), (1, 1, 33)])
@@ -78,62 +105,6 @@ def test_cache_makes_pieces_one_run(model, pieces):
     cache = KdaHybridCache(model.config)
     got = torch.cat([step(model, piece, cache) for piece in ids.split(pieces, 1)], 1)
     assert_close(got, model(ids).logits)
-
-
-def test_latent_memory_is_all_that_went_in():
-    memory, pieces = LatentMemory(), [torch.randn(2, n, 5) for n in (3, 1, 1, 70, 1, 200, 1)]
-    with torch.no_grad():
-        for i, piece in enumerate(pieces):
-            latents = memory.update(piece)
-            assert torch.equal(latents, torch.cat(pieces[: i + 1], 1))
-            assert torch.equal(memory.latents, latents)
-            assert memory.length == latents.shape[1]
-
-
-@pytest.mark.parametrize("start", [1, 100, 1000])
-def test_latent_memory_rarely_moves(start):
-    """1000 tokens, each added where it stays; a copy of the past only when the buffer is full."""
-    memory, addresses, tokens = LatentMemory(), [], torch.randn(1, start + 1000, 3)
-    with torch.no_grad():
-        memory.update(tokens[:, :start])
-        for t in range(start, start + 1000):
-            addresses.append(memory.update(tokens[:, t : t + 1]).data_ptr())
-    moves = sum(a != b for a, b in itertools.pairwise(addresses))
-    assert moves <= 11
-    assert memory.buffer.shape[1] <= 1.25 * (start + 1000) + 64
-    assert torch.equal(memory.latents, tokens)
-
-
-def test_latent_memory_leaves_what_it_returned_alone():
-    memory, first = LatentMemory(), torch.randn(1, 4, 3)
-    with torch.no_grad():
-        held = memory.update(first)
-        memory.update(torch.randn(1, 1, 3))
-        second = memory.update(torch.randn(1, 1, 3))
-        before = second.clone()
-        memory.update(torch.randn(1, 100, 3))
-    assert torch.equal(held, first)
-    assert torch.equal(second, before)
-
-
-def test_latent_memory_copies_what_it_is_given():
-    memory, given = LatentMemory(), torch.randn(1, 4, 3)
-    with torch.no_grad():
-        memory.update(given)
-        before = given.clone()
-        given.zero_()
-    assert torch.equal(memory.latents, before)
-
-
-def test_latent_memory_passes_on_gradients_and_goes_on_without():
-    memory, a, b, c = LatentMemory(), *(torch.randn(1, 2, 3) for _ in range(3))
-    a.requires_grad_()
-    memory.update(a)
-    memory.update(b)
-    memory.latents.square().sum().backward()
-    assert torch.equal(a.grad, 2 * a.detach())
-    with torch.no_grad():
-        assert torch.equal(memory.update(c), torch.cat([a, b, c], 1))
 
 
 REORDERS = {
@@ -195,31 +166,8 @@ def test_cache_nbytes_are_those_of_the_tensors(rows, dtype):
     for tokens in (5, 1, 1, 64):
         step(model, token_ids(tokens, rows), cache)
         seen += tokens
-        assert cache.nbytes() == {"recurrent": recurrent, "latent": (28 + 8) * wide * seen * rows}
+        assert cache.nbytes() == {"recurrent": recurrent, "latent": (28 + 8) * wide * seen * rows, "recorded": 0}
     assert sum(cache.nbytes().values()) == sum(x.numel() * x.element_size() for x in tensors(cache))
-
-
-def test_cache_keeps_no_memory_of_longer_tensors(model):
-    """The window is a few rows of a long input; it must not keep the rest alive."""
-    cache = filled(model, token_ids(200))
-    for layer in cache.layers:
-        if isinstance(layer, RecurrentMemory):
-            for name in layer.TENSORS:
-                x = getattr(layer, name)
-                assert x.untyped_storage().nbytes() <= 2 * x.numel() * x.element_size(), name
-
-
-def test_cache_of_a_bfloat16_model_keeps_states_in_float32():
-    model = KdaHybridForCausalLM._from_config(tiny_config(**ALIGNED), dtype=torch.bfloat16).eval()
-    cache = filled(model, token_ids(5))
-    for tokens in (1, 40, 2):
-        step(model, token_ids(tokens), cache)
-        for layer in cache.layers:
-            if isinstance(layer, RecurrentMemory):
-                assert layer.state.dtype == torch.float32
-                assert layer.window.dtype == torch.bfloat16
-            else:
-                assert layer.latents.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda cache: copy.deepcopy(copy.deepcopy(cache))])
@@ -236,14 +184,6 @@ def test_cache_copies_are_independent(model, copier):
     assert_close(got, model(torch.cat([ids, other], 1)).logits[:, 6:])
     got = step(model, other, cache)
     assert_close(got, model(torch.cat([ids, more, other], 1)).logits[:, 9:])
-
-
-def test_cache_cannot_be_cropped(model):
-    cache = filled(model, token_ids(6))
-    with pytest.raises(NotImplementedError, match=r"crop\(2\).*deepcopy"):
-        cache.crop(2)
-    cache.crop(0)
-    assert cache.get_seq_length() == 6
 
 
 @pytest.mark.parametrize("at", [1, 20, 38])
@@ -273,3 +213,248 @@ def test_cache_made_with_gradients_goes_on_without(model):
     model(inputs_embeds=two, use_cache=False).logits.square().sum().backward()
     model.zero_grad()
     assert_close(one.grad, two.grad, absolute=0, relative=LOGITS)
+
+
+# Taken back
+
+CROPS = {  # pieces read, how many of them before recording begins, the limit, tokens taken back
+    "decoded": ((20, *[1] * 9), 1, 64, 6),
+    "of one forward": ((20, 11), 1, 64, 5),
+    "of several forwards": ((20, 3, 1, 35, 2), 1, 64, 40),
+    "all that is recorded": ((20, 3, 1, 4), 1, 64, 8),
+    "behind a prefill longer than the limit": ((50, 2), 0, 8, 10),
+    "behind many more than the limit": ((5, *[1] * 30), 0, 8, 8),
+    "down to an empty cache": ((7, 1, 1), 0, 64, 9),
+    "nothing": ((20, 3), 1, 64, 0),
+}
+
+
+@pytest.mark.parametrize("case", CROPS)
+@pytest.mark.parametrize("kind", ["growing", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_crop_leaves_what_a_fresh_run_remembers(name, kind, case):
+    pieces, before, limit, removed = CROPS[case]
+    model, ids = made(name), token_ids(sum(pieces), rows=2)
+    cache = KdaHybridCache(model.config, **KINDS[kind])
+    for i, piece in enumerate(ids.split(pieces, 1)):
+        if i == before:
+            cache.activate_past_recording(limit)
+        step(model, piece, cache)
+    cache.crop(torch.tensor(-removed) if "forward" in case else -removed)
+    assert_goes_on(model, cache, ids[:, : ids.shape[1] - removed])
+    cache.crop(-4)  # it records on
+    assert_goes_on(model, cache, torch.cat([ids[:, : ids.shape[1] - removed], token_ids(5, 2, 2)[:, :1]], 1))
+
+
+@pytest.mark.parametrize("removed", [1, 4, 6, 9, 15])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tiny", "k3"])
+def test_crop_of_padded_rows_leaves_what_a_fresh_run_remembers(name, kind, removed):
+    model, ids, mask, end = made(name), token_ids(15, rows=3), torch.ones(3, 15).long(), 0
+    mask[0, :5] = mask[1, 7:11] = mask[1, 13] = mask[2, 9:] = 0
+    cache = KdaHybridCache(model.config, **KINDS[kind])
+    cache.activate_past_recording()
+    for piece in ids.split((6, 1, 1, 5, 1, 1), 1):
+        end += piece.shape[1]
+        step(model, piece, cache, attention_mask=mask[:, :end])
+    cache.crop(-removed)
+    assert_goes_on(model, cache, ids[:, : 15 - removed], mask[:, : 15 - removed])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_crop_after_a_change_of_rows(model, kind):
+    ids, rows = token_ids(12, rows=3), torch.tensor([2, 0, 2])
+    cache = KdaHybridCache(model.config, **KINDS[kind])
+    cache.activate_past_recording()
+    for piece in ids.split((6, 4, 2), 1):
+        step(model, piece, cache)
+    cache.reorder_cache(rows)
+    cache.crop(-5)
+    assert_goes_on(model, cache, ids[rows, :7])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("number", "recorded", "message"),
+    [
+        (-4, 3, r"4 tokens.*: 3 of 9 are recorded.*activate_past_recording\(tokens="),
+        (-10, 3, r"10 tokens.*: 3 of 9 are recorded"),
+        (torch.tensor(-4), 3, "3 of 9 are recorded"),
+        (-1, 0, r"1 tokens.*: 0 of 9 are recorded.*activate_past_recording\(\).*snapshot"),
+        (2, 3, "0 or below, as in transformers: -2, not 2"),
+        (2, 0, "0 or below"),
+    ],
+)
+def test_crop_refuses_what_it_cannot_and_changes_nothing(model, kind, number, recorded, message):
+    ids = token_ids(9, rows=2)
+    cache = filled(model, ids[:, :6], kind)
+    if recorded:
+        cache.activate_past_recording()
+    step(model, ids[:, 6:], cache)
+    with pytest.raises(ValueError, match=message):
+        cache.crop(number)
+    assert_goes_on(model, cache, ids)
+    if recorded:
+        cache.crop(-8)
+        assert_goes_on(model, cache, ids[:, :6])
+
+
+def test_crop_without_recording_needs_none_if_no_layer_is_recurrent():
+    model, ids = made("full"), token_ids(9)
+    cache = filled(model, ids)
+    with pytest.raises(ValueError, match="10 tokens"):
+        cache.crop(-10)
+    cache.crop(-7)
+    assert_goes_on(model, cache, ids[:, :2])
+    assert cache.nbytes()["recorded"] == 0
+
+
+# Broken off
+
+
+class BrokenOff(Exception):
+    pass
+
+
+@pytest.fixture(params=KINDS)
+def unfinished(request, model, monkeypatch):
+    """A cache, what it held before a forward broke off in the third of four layers, and a snapshot of that."""
+    ids = token_ids(9, rows=2)
+    cache = filled(model, ids[:, :6], request.param)
+    cache.activate_past_recording()
+    step(model, ids[:, 6:], cache)
+    snapshot = cache.snapshot()
+    monkeypatch.setattr(model.model.layers[2], "forward", Mock(side_effect=BrokenOff))
+    with pytest.raises(BrokenOff):
+        step(model, token_ids(2, rows=2), cache)
+    monkeypatch.undo()
+    return cache, ids, snapshot
+
+
+@pytest.mark.parametrize("use", ["forward", "snapshot", "fork", "save", "crop", "crop of nothing"])
+def test_cache_of_a_forward_that_broke_off_cannot_be_used(model, unfinished, use, tmp_path):
+    cache, *_ = unfinished
+    uses = {
+        "forward": lambda: step(model, token_ids(1, rows=2), cache),
+        "snapshot": cache.snapshot,
+        "fork": lambda: cache.fork(1),
+        "save": lambda: cache.save(tmp_path / "session"),
+        "crop": lambda: cache.crop(-1),
+        "crop of nothing": lambda: cache.crop(0),
+    }
+    with pytest.raises(ValueError, match=r"ended before its last layer.*`restore`.*`reset`"):
+        uses[use]()
+
+
+def test_cache_of_a_forward_that_broke_off_is_healed_by_a_snapshot(model, unfinished):
+    cache, ids, snapshot = unfinished
+    cache.restore(snapshot)
+    assert_goes_on(model, cache, ids)
+
+
+def test_cache_of_a_forward_that_broke_off_is_healed_by_a_reset(model, unfinished):
+    cache, *_ = unfinished
+    cache.reset()
+    assert_goes_on(model, cache, torch.empty(2, 0).long())
+
+
+# Places
+
+
+def places(cache: KdaHybridCache) -> list[int]:
+    found = [
+        (layer.state, layer.window) if layer.kind == "recurrent" else (layer.rows.data,) for layer in cache.layers
+    ]
+    return [x.data_ptr() for tensors in found for x in tensors]
+
+
+@pytest.mark.parametrize("name", ["tiny", "k3", "linear", "full"])
+def test_static_cache_keeps_its_addresses(name):
+    model, ids = made(name), token_ids(9, rows=2)
+    cache = KdaHybridCache(model.config, 40)
+    counter = cache._length.data_ptr()
+    step(model, ids, cache)
+    start, snapshot = places(cache), cache.snapshot()
+    cache.activate_past_recording()
+    for what, change in {
+        "decode": lambda: [step(model, token_ids(1, rows=2), cache) for _ in range(3)],
+        "read": lambda: step(model, token_ids(7, rows=2), cache),
+        "crop": lambda: cache.crop(-5),
+        "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        "restore": lambda: cache.restore(snapshot),
+        "restore from a growing cache": lambda: cache.restore(filled(model, token_ids(3, rows=2)).snapshot()),
+        "reset": cache.reset,
+        "read again": lambda: step(model, ids, cache),
+        "crop all": lambda: cache.crop(-9),
+    }.items():
+        change()
+        assert places(cache) == start, what
+        assert cache._length.data_ptr() == counter, what
+    assert_goes_on(model, cache, torch.empty(2, 0).long())
+
+
+@pytest.mark.parametrize("tokens", [6, 7, 40])
+@pytest.mark.parametrize("name", MODELS)
+def test_static_cache_refuses_more_than_there_is_room_for_and_goes_on(name, tokens):
+    model, ids = made(name), token_ids(40, rows=2)
+    cache = KdaHybridCache(model.config, 45)
+    step(model, ids, cache)
+    with pytest.raises(ValueError, match=rf"40 tokens.*`max_cache_len` 45: {tokens} more do not fit"):
+        step(model, token_ids(tokens, rows=2), cache)
+    assert_goes_on(model, cache, ids)  # 5 more
+    with pytest.raises(ValueError, match=r"45 tokens.*: 1 more do not fit"):
+        step(model, token_ids(1, rows=2), cache)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_reset_uses_the_memory_again_unless_a_snapshot_reads_it(model, held):
+    ids = token_ids(9)
+    cache = filled(model, ids)
+    snapshot = cache.snapshot() if held else None
+    before = cache.layers[2].rows.data.data_ptr()
+    cache.reset()
+    assert_goes_on(model, cache, torch.empty(1, 0).long())
+    assert (cache.layers[2].rows.data.data_ptr() == before) != held
+    if held:
+        cache.restore(snapshot)
+        assert_goes_on(model, cache, ids)
+
+
+# Numbers
+
+
+def test_nbytes_of_a_layer_and_repr_name_what_there_is(model):
+    cache = KdaHybridCache(model.config)
+    assert repr(cache) == "KdaHybridCache(0 tokens)"
+    cache.activate_past_recording()
+    step(model, token_ids(50, rows=2), cache)
+    total, layers = cache.nbytes(), [cache.nbytes(i) for i in range(4)]
+    assert [bool(x["latent"]) for x in layers] == [False, False, True, False]
+    assert [bool(x["recurrent"]) for x in layers] == [bool(x["recorded"]) for x in layers] == [True, True, False, True]
+    assert total == {kind: sum(x[kind] for x in layers) for kind in total}
+    assert repr(cache) == (
+        f"KdaHybridCache(50 tokens, recurrent {total['recurrent']:,} bytes, latent {total['latent']:,} bytes, "
+        f"recorded {total['recorded']:,} bytes)"
+    )
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_cache_goes_on_in_another_dtype(first, kind, gradients):
+    config = tiny_config(mlp_layer_types=["dense"] * 4, **ALIGNED)
+    wide = KdaHybridForCausalLM(config).eval()
+    narrow = KdaHybridForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    narrow.load_state_dict(wide.state_dict())
+    models = [wide, narrow] if first == torch.float32 else [narrow, wide]
+    ids, cache = token_ids(30, rows=2), KdaHybridCache(config, **KINDS[kind])
+    cache.activate_past_recording()
+    with torch.set_grad_enabled(gradients and kind != "static"):
+        models[0](ids[:, :9], cache=cache)
+        got = [models[1](ids[:, start:end], cache=cache).logits for start, end in ((9, 10), (10, 14), (14, 30))]
+        assert {x.dtype for x in got} == {models[1].dtype}
+        cache.crop(-21)
+        got.append(models[1](ids[:, 9:12], cache=cache).logits)
+    want = wide(ids).logits
+    assert_close(torch.cat(got[:3], 1), want[:, 9:], absolute=0, relative=0.15)
+    assert_close(got[3], want[:, 9:12], absolute=0, relative=0.15)

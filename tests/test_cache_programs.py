@@ -75,13 +75,7 @@ class Ledger:
     limit: int = 0  # 0: it does not record
 
     def seen(self, tokens: int) -> None:
-        if not self.limit:
-            self.recorded = 0
-        elif tokens > self.limit:
-            self.recorded = self.limit
-        else:
-            self.recorded += tokens
-            self.recorded = self.limit if self.recorded > 2 * self.limit else self.recorded
+        self.recorded = min(self.limit, self.recorded + tokens)
 
     def rows(self, index: list[int]) -> None:
         self.ids, self.mask, self.logits = self.ids[index], self.mask[index], self.logits[index]

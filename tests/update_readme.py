@@ -191,12 +191,72 @@ def demo_lines(printed: str) -> str:
 
 def benchmark_tables(printed: str) -> dict[str, str]:
     """Tables from the lines of JSON in what the benchmarks printed, by the name of the block where they stand."""
+    makers = {
+        "points": ("context", _context_table),
+        "drafts": ("drafts", _drafts_tables),
+        "decode": ("decode", _decode_table),
+        "drift": ("drift", _drift_table),
+    }
     blocks: dict[str, list[str]] = {}
     for report in (json.loads(line) for line in printed.splitlines() if line.startswith('{"machine"')):
-        loads = "seconds" in report["cases"][0]["ours"]
-        table = (_loading_table if loads else _benchmark_table)(report)
-        blocks.setdefault("loading" if loads else "benchmarks", []).append(table)
+        key = next((key for key in makers if key in report), None)
+        if key is not None:
+            name, maker = makers[key]
+        elif "seconds" in report["cases"][0]["ours"]:
+            name, maker = "loading", _loading_table
+        else:
+            name, maker = "benchmarks", _benchmark_table
+        blocks.setdefault(name, []).append(maker(report))
     return {name: "\n".join(tables) for name, tables in blocks.items()}
+
+
+def _context_table(report: dict[str, Any]) -> str:
+    lines = [
+        "| tokens of context | here, MB | full attention, MB | here, ms a token | full attention, static cache, ms "
+        "| full attention, default cache, ms |\n",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |\n",
+    ]
+    for point in report["points"]:
+        ours, peer, static = (point[side] for side in ("ours", "peer", "static"))
+        sizes = [_digits(x["bytes"] / 1e6) for x in (ours, peer)]
+        times = [_digits(x["ms"]) + " (computed)" * x["computed"] for x in (ours, static, peer)]
+        lines.append(f"| {point['tokens']:,} | {' | '.join(sizes + times)} |\n")
+    return "".join([*lines, _where(report["machine"])])
+
+
+def _drafts_tables(report: dict[str, Any]) -> str:
+    kinds = [kind for kind in report["drafts"][0]["kinds"] if kind != "plain"]
+    lines = [
+        f"| prompt | plain, tokens/s | {' | '.join(kinds)} |\n",
+        f"| --- | ---: | {' | '.join(['---:'] * len(kinds))} |\n",
+    ]
+    for case in report["drafts"]:
+        cells = [f"{x['speed']:.2f}x ({x['accepted_each']:.1f})" for x in (case["kinds"][kind] for kind in kinds)]
+        lines.append(f"| {case['name']} | {_digits(case['kinds']['plain']['tok_s'])} | {' | '.join(cells)} |\n")
+    branches = report["branches"]
+    lines += [f"\n| after {branches['tokens']:,} tokens | ms |\n", "| --- | ---: |\n"]
+    lines += [f"| {name} | {_digits(ms)} |\n" for name, ms in branches["ms"].items()]
+    return "".join([*lines, _where(report["machine"])])
+
+
+def _decode_table(report: dict[str, Any]) -> str:
+    lines = ["| a decoding step | batch | ms | kernels launched |\n", "| --- | ---: | ---: | ---: |\n"]
+    for x in report["decode"]:
+        lines.append(f"| {x['kind']} | {x['batch']} | {_digits(x['ms'])} | {x['launches']} |\n")
+    return "".join([*lines, _where(report["machine"])])
+
+
+def _drift_table(report: dict[str, Any]) -> str:
+    drift = report["drift"]
+    lines = [
+        f"| after {drift['tokens']:,} tokens | decoded to float64 | in chunks to float64 | decoded to in chunks |\n",
+        "| --- | ---: | ---: | ---: |\n",
+    ]
+    names = ("decoded", "chunked", "decoded to chunked")
+    rows = [(f"state of layer {x['layer']}", *(x[name] for name in names)) for x in drift["layers"]]
+    for name, *numbers in [*rows, ("logits", *drift["logits"])]:
+        lines.append(f"| {name} | {' | '.join(f'{x:.1e}' for x in numbers)} |\n")
+    return "".join([*lines, _where(report["machine"])])
 
 
 def _loading_table(report: dict[str, Any]) -> str:
@@ -241,7 +301,7 @@ def _benchmark_table(report: dict[str, Any]) -> str:
 
 def _where(here: dict[str, Any]) -> str:
     return (
-        f"\n`{here['command']}`: {here['cpu']}, threads: {here['cores']}, Python {here['python']}, "
+        f"\n`{here['command']}`: {here.get('gpu', here['cpu'])}, threads: {here['cores']}, Python {here['python']}, "
         f"torch {here['torch']}, transformers {here['transformers']}, modeling_kda {here['modeling_kda']}.\n"
     )
 

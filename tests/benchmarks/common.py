@@ -123,6 +123,7 @@ def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text().splitlines()
     packages = ("modeling_kda", "torch", "transformers")
     return {
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "cpu": next((x.split(":")[1].strip() for x in info if x.startswith("model name")), platform.processor()),
         "cores": torch.get_num_threads(),
         "load": os.getloadavg()[0],
