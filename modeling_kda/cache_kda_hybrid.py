@@ -8,6 +8,7 @@ back, branched, and saved.
 import copy
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,15 +50,19 @@ def fingerprint_of(config: KdaHybridConfig) -> dict[str, Any]:
 class KdaHybridCache(Cache):
     """The memory of a `KdaHybridForCausalLM`, passed to its `forward` or `generate` as `cache` (or `past_key_values`).
 
-    `generate()` makes one by itself. Pads are not remembered by linear-attention layers, wherever they stand.
+    `generate()` makes one by itself. Pads are not remembered by linear-attention layers, wherever they stand. A cache,
+    its forks and its snapshots share memory, so they belong to one thread. (`copy.deepcopy` shares nothing, and is not
+    for caches that carry gradients.)
 
     Args:
         config: the model's configuration.
         max_cache_len: tokens to make room for. All tensors then stay at their addresses, and a decoding step has the
-            same shapes and reads nothing back from the device, whatever was seen: for `torch.compile` and CUDA graphs.
-            It carries no gradients. None: grows as needed.
+            same shapes and reads nothing back from the device, whatever was seen: for `torch.compile` and CUDA graphs,
+            after a first forward without them. It carries no gradients. None: grows as needed.
         offloading: keep latents in the CPU's memory, from where each layer borrows them. Not with `max_cache_len`.
     """
+
+    max_cache_len: int | None = None  # transformers 5.17 has a property of this name that cannot be set
 
     def __init__(self, config: KdaHybridConfig, max_cache_len: int | None = None, offloading: bool = False):
         if max_cache_len is not None and (offloading or max_cache_len < 1):
@@ -73,14 +78,15 @@ class KdaHybridCache(Cache):
         super().__init__(layers=[kinds[kind]() for kind in self.fingerprint["layer_types"]])
         self.max_cache_len = max_cache_len
         self.unfinished = False  # whether a forward has moved some layers on, and not all
+        self.verifying = False  # whether `generate` goes on from these tokens with drafts
         # Tokens seen. With `max_cache_len` a tensor on the device, whose value no compiled code depends on.
-        self._length: int | Tensor = 0 if max_cache_len is None else torch.tensor(0)
+        self._length: int | Tensor = 0 if max_cache_len is None else _counter(0, "cpu")
 
     # A forward
 
     def check(self, config: KdaHybridConfig, embeds: Tensor) -> None:
         """Raises ValueError if `embeds` `[B, T, D]` of a model of `config` cannot follow in this memory."""
-        rows, tokens = embeds.shape[:2]
+        rows = embeds.shape[0]
         fingerprint = fingerprint_of(config)
         if fingerprint != self.fingerprint:
             name = next(name for name in FINGERPRINT if fingerprint[name] != self.fingerprint[name])
@@ -94,23 +100,24 @@ class KdaHybridCache(Cache):
                     f"`cache` remembers {self.batch_size} rows, the input has {rows}. Rows can be repeated by "
                     "`batch_repeat_interleave` and picked by `batch_select_indices`."
                 )
-            self.layers = [layer.fresh() for layer in self.layers]  # static, and empty: other addresses
+            self.layers = [layer.fresh(self.max_cache_len) for layer in self.layers]  # empty; other addresses
+        self._check_whole()
+        if self.max_cache_len is not None and self._length.device != embeds.device:
+            self._length = _counter(self.get_seq_length(), embeds.device)
+
+    def check_room(self, past: int, tokens: int) -> None:
+        """Raises ValueError if `tokens` do not fit behind `past`."""
+        if self.max_cache_len is not None and past + tokens > self.max_cache_len:
+            raise ValueError(
+                f"`cache` holds {past} tokens and has room for `max_cache_len` {self.max_cache_len}: {tokens} more do "
+                "not fit. Make a larger one, or leave `max_cache_len` out."
+            )
+
+    def _check_whole(self) -> None:
         if self.unfinished:
             raise ValueError(
                 "a forward with this `cache` ended before its last layer, and its layers have seen different tokens. "
                 "Call `restore` with a snapshot from before, or `reset`."
-            )
-        if self.max_cache_len is None:
-            return
-        if self._length.device != embeds.device:
-            self._length = self._length.to(embeds.device)
-        if torch.compiler.is_compiling():
-            return
-        torch._dynamo.mark_static_address(self._length)
-        if embeds.device.type == "cpu" and self.get_seq_length() + tokens > self.max_cache_len:
-            raise ValueError(
-                f"`cache` holds {self.get_seq_length()} tokens and has room for `max_cache_len` {self.max_cache_len}: "
-                f"{tokens} more do not fit. Make a larger one, or leave `max_cache_len` out."
             )
 
     def positions(self, tokens: int) -> Tensor:
@@ -127,7 +134,6 @@ class KdaHybridCache(Cache):
             self._length = tokens
         else:
             self._length.fill_(tokens)
-        self.unfinished = False
 
     # What transformers asks
 
@@ -209,7 +215,7 @@ class KdaHybridCache(Cache):
         """
         if self.max_cache_len is not None:
             raise ValueError("a cache with `max_cache_len` keeps its addresses, so it cannot move. `save` it instead.")
-        self._replace(lambda x: x.to(device))
+        self._replace(lambda x: x.to(device, copy=True))
 
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` in all, at the next occasion, so that what follows is not copied as it grows."""
@@ -236,15 +242,26 @@ class KdaHybridCache(Cache):
 
         Args:
             tokens: the number of latest tokens that can be taken back, at least. Default: as before, or 256.
+
+        Raises:
+            ValueError: fewer than 1.
         """
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"`tokens` to record must be at least 1, got {tokens!r}.")
         for layer in self._recurrent:
             layer.record_past = True
             layer.limit = layer.limit if tokens is None else tokens
 
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Takes the latest tokens back, those with which `activate_past_recording` began at most, or a crop since.
+    def deactivate_past_recording(self) -> None:
+        """Records no more, and drops what was recorded."""
+        for layer in self._recurrent:
+            layer.record_past = False
+            layer.begin(layer.state.device if layer.state is not None else torch.device("cpu"))
 
-        What stays cannot be taken back any more.
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Takes the latest tokens back: at most those seen since recording began or since the last `crop`.
+
+        What stays cannot be taken back any more, and no gradient goes back beyond it.
 
         Args:
             tokens_to_remove: as in transformers, a number of 0 or below.
@@ -252,6 +269,7 @@ class KdaHybridCache(Cache):
         Raises:
             ValueError: a number above 0, or more tokens than were recorded. The cache is then unchanged.
         """
+        self._check_whole()
         tokens, length = -int(tokens_to_remove), self.get_seq_length()
         if tokens < 0:
             raise ValueError(f"`tokens_to_remove` is 0 or below, as in transformers: -{-tokens}, not {-tokens}.")
@@ -275,20 +293,22 @@ class KdaHybridCache(Cache):
         for layer in self.layers:
             layer.reset()
         self._set_length(0)
+        self.unfinished = False
 
     # Branches
 
     def fork(self, branches: int) -> list["KdaHybridCache"]:
         """Caches that go on from here, each its own way. What all have seen they share until they write to it."""
-        length = self.get_seq_length()
-        forks = []
-        for _ in range(branches):
-            fork = copy.copy(self)
-            fork.layers = [layer.fresh() for layer in self.layers]
-            fork._length = copy.deepcopy(self._length)
-            fork._adopt(self, length)
-            forks.append(fork)
-        return forks
+        return [self._branch(self.max_cache_len) for _ in range(branches)]
+
+    def _branch(self, max_cache_len: int | None) -> "KdaHybridCache":
+        self._check_whole()
+        branch, length = copy.copy(self), self.get_seq_length()
+        branch.max_cache_len = max_cache_len
+        branch.layers = [layer.fresh(max_cache_len) for layer in self.layers]
+        branch._length = 0 if max_cache_len is None else _counter(0, self._length.device)
+        branch._adopt(self, length)
+        return branch
 
     def snapshot(self) -> "CacheSnapshot":
         """What is remembered now; `restore` brings it back, any number of times."""
@@ -298,7 +318,7 @@ class KdaHybridCache(Cache):
         """Remembers what was remembered when the snapshot was taken. What this cache recorded is gone.
 
         Raises:
-            ValueError: a snapshot of another kind of model, or one with more tokens than `max_cache_len`. The cache is
+            ValueError: a snapshot of another architecture, or one with more tokens than `max_cache_len`. The cache is
                 then unchanged.
         """
         if not isinstance(snapshot, CacheSnapshot):
@@ -320,21 +340,23 @@ class KdaHybridCache(Cache):
         for layer, from_layer in zip(self.layers, other.layers):
             layer.adopt(from_layer, length, before)
         self._set_length(length)
+        self.unfinished = False
 
     # Files
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a session to one file of safetensors, which takes its place only when it is whole.
 
-        The header says the version of the format, the tokens seen and what model it belongs to. What was recorded for
-        `crop` is not saved.
+        The header says the version of the format, the tokens seen and for what architecture it is; nothing tells two
+        models of the same architecture apart. What was recorded for `crop` is not saved.
         """
+        self._check_whole()
         path, length = Path(path), self.get_seq_length()
         tensors = {}
         for i, layer in enumerate(self.layers):
             tensors |= {f"layers.{i}.{name}": x.detach().contiguous() for name, x in layer.contents(length).items()}
         about = {"version": VERSION, "tokens": length, "fingerprint": self.fingerprint}
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         try:
             save_file(tensors, partial, {FORMAT: json.dumps(about)})
             os.replace(partial, path)
@@ -357,32 +379,33 @@ class KdaHybridCache(Cache):
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: a damaged one, one of another version, or of another model.
+            ValueError: a damaged one, one of another version, or for another architecture.
         """
         cache = cls(config, max_cache_len)
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 about = json.loads((file.metadata() or {}).get(FORMAT, "null"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, json.JSONDecodeError) as error:
+                # Cloned, because on a CPU they lie in the file.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: not a whole file of `KdaHybridCache.save` ({error}).") from error
         if not isinstance(about, dict) or about.get("version") != VERSION:
             version = f"version {about.get('version')!r}" if isinstance(about, dict) else "no session"
             raise ValueError(f"{path}: {version}; this program reads sessions of version {VERSION}.")
-        length = about["tokens"]
+        length, belongs = about.get("tokens"), about.get("fingerprint")
+        if type(length) is not int or length < 0 or not isinstance(belongs, dict):
+            raise ValueError(f"{path} is damaged: its header holds {about!r}.")
         for name, value in cache.fingerprint.items():
-            if about["fingerprint"].get(name) != value:
+            if belongs.get(name) != value:
                 raise ValueError(
-                    f"{path} belongs to another model: its `{name}` is {about['fingerprint'].get(name)!r}, this "
-                    f"model's {value!r}."
+                    f"{path} belongs to another model: its `{name}` is {belongs.get(name)!r}, this model's {value!r}."
                 )
-        rows = max((x.shape[0] for x in tensors.values()), default=0)
+        rows = max((x.shape[0] for x in tensors.values() if x.ndim), default=0)
         wanted = _shapes(config, rows, length)
-        found = {name: tuple(x.shape) for name, x in tensors.items()}
-        if wrong := sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name)):
+        found = {name: tuple(x.shape) for name, x in tensors.items() if x.is_floating_point()}
+        if wrong := sorted(name for name in {*tensors, *wanted} if found.get(name) != wanted.get(name, ())):
             raise ValueError(f"{path} is damaged: {', '.join(wrong[:4])} do not fit {length} tokens of {rows} rows.")
-        if max_cache_len is not None and length > max_cache_len:
-            raise ValueError(f"{path} holds {length} tokens, `max_cache_len` is {max_cache_len}.")
+        cache.check_room(0, length)
         for i, layer in enumerate(cache.layers):
             start = f"layers.{i}."
             layer.fill({name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)})
@@ -409,7 +432,7 @@ class CacheSnapshot:
     """What a `KdaHybridCache` remembered at one moment. Made by `KdaHybridCache.snapshot`; nothing changes it."""
 
     def __init__(self, cache: KdaHybridCache):
-        [self._cache] = cache.fork(1)
+        self._cache = cache._branch(None)
 
     @property
     def tokens(self) -> int:
@@ -428,6 +451,15 @@ class CacheSnapshot:
 
     def __repr__(self) -> str:
         return repr(self._cache).replace(type(self._cache).__name__, type(self).__name__, 1)
+
+
+def _counter(tokens: int, device: torch.device | str) -> Tensor:
+    """A tensor of its own address, which may be counted up in and outside of inference mode."""
+    with torch.inference_mode(False):
+        counter = torch.tensor(tokens, device=device)
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(counter)
+    return counter
 
 
 def _shapes(config: KdaHybridConfig, rows: int, tokens: int) -> dict[str, tuple[int, ...]]:

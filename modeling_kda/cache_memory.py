@@ -92,9 +92,9 @@ class RecurrentMemory:
         self._owned = False  # whether nobody else holds `state`, so that it may be overwritten
         self._forget_past()
 
-    def fresh(self) -> "RecurrentMemory":
-        """An empty one of this kind."""
-        new = RecurrentMemory(self.static)
+    def fresh(self, max_length: int | None) -> "RecurrentMemory":
+        """An empty one, static if there is a `max_length`."""
+        new = RecurrentMemory(max_length is not None)
         new.record_past, new.limit = self.record_past, self.limit
         return new
 
@@ -122,7 +122,7 @@ class RecurrentMemory:
                 self.checkpoint = (self.state.clone(), self.window.clone())
             else:
                 self._owned = False
-        return self._owned
+        return self._owned and not (self.state is not None and self.state.requires_grad)
 
     def update(self, state: Tensor, window: Tensor, record: Record | None = None) -> None:
         """Takes the state and the window after more tokens, and what replays these, if the past is recorded."""
@@ -145,6 +145,7 @@ class RecurrentMemory:
             elif new is not old:
                 setattr(self, name, _static(new.detach(), old))
 
+    @torch.no_grad()
     def _move_checkpoint(self, tokens: int) -> None:
         """On by the first `tokens` that are recorded; these cannot be taken back any more."""
         record = Record.join(self.records)
@@ -223,9 +224,9 @@ class LatentMemory:
         self.rows: _Rows | None = None
         self.reserved = 0  # tokens to make room for at the next chance
 
-    def fresh(self) -> "LatentMemory":
-        """An empty one of this kind."""
-        return LatentMemory(self.max_length, self.offloading)
+    def fresh(self, max_length: int | None) -> "LatentMemory":
+        """An empty one with this `max_length`."""
+        return LatentMemory(max_length, self.offloading)
 
     def begin(self, device: torch.device) -> None:
         """To be called before a layer writes: brings the latents to `device`."""
@@ -244,11 +245,14 @@ class LatentMemory:
         self.begin(new.device)
         if isinstance(at, Tensor):
             self._make_room(new, 0)
-            return self.rows.data.index_copy_(1, at, new)
+            return self.rows.data.index_copy_(1, at, new.detach())
         end = at + new.shape[1]
-        if torch.is_grad_enabled() and (new.requires_grad or (at and self.rows.data.requires_grad)):
-            whole = new if not at else torch.cat([self.rows.data[:, :at], new], 1)
+        if self.max_length is not None:
+            new = new.detach()
+        elif torch.is_grad_enabled():  # a later step must not write into what a backward reads
+            whole = new if not at else torch.cat([self.rows.data[:, :at].to(new.device), new], 1)
             self.rows = _Rows(whole, end)
+            self.rows.pinned = end
             return whole
         self._make_room(new, at)
         self.rows.data[:, at:end] = new
@@ -272,16 +276,18 @@ class LatentMemory:
             data = new.new_empty(new.shape[0], capacity, new.shape[2], **home)
             if at:
                 data[:, :at] = old.data[:, :at]
-            self.rows = _Rows(data, at)
+            self.rows, self.reserved = _Rows(data, at), 0
 
     def crop(self, before: int, after: int) -> None:
         """From `before` tokens to `after`."""
-        if self.rows is not None and self.rows.written == before:  # else another has written behind ours
+        if self.max_length is not None and self.rows is not None:
+            self.rows.data[:, after:before] = 0  # attention multiplies all rows with its weights, some of them with 0
+        elif self.rows is not None and self.rows.written == before:  # else another has written behind ours
             self.rows.written = max(after, self.rows.pinned)
 
     def reset(self) -> None:
         """Forgets everything, and keeps the memory for what comes next if nobody else reads it."""
-        if self.rows is not None and (self.rows.pinned or self.rows.data.requires_grad):
+        if self.rows is not None and (self.rows.pinned or not writable(self.rows.data)):
             self.rows = None
         elif self.rows is not None:
             self.rows.written = 0
@@ -312,6 +318,7 @@ class LatentMemory:
         else:
             self._make_room(latents, 0)
             self.rows.data[:, : latents.shape[1]] = latents
+            self.rows.data[:, latents.shape[1] :] = 0
 
     def adopt(self, other: "LatentMemory", length: int, before: int) -> None:
         """Becomes what `other` is of its first `length` tokens, with which it may share rows from now on.

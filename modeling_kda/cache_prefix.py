@@ -5,7 +5,7 @@ snapshots at chosen borders, and a later prompt goes on from the longest of them
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -17,6 +17,9 @@ from .cache_kda_hybrid import CacheSnapshot, KdaHybridCache
 
 class PrefixCache:
     """Snapshots of a model's memory at borders of the prompts that it has read.
+
+    Call `clear` when the weights or an adapter change. It belongs to one thread, as caches do. Prompts that go on from
+    one prefix copy its latents each; the snapshots of one prompt share them.
 
     Args:
         model: a `KdaHybridForCausalLM`.
@@ -37,6 +40,8 @@ class PrefixCache:
         self.model, self.max_bytes, self.every = model, max_bytes, every
         self.lookups = self.hits = self.tokens_asked = self.tokens_found = 0
         self._snapshots: OrderedDict[bytes, CacheSnapshot] = OrderedDict()  # by digest of their tokens, oldest first
+        self._users: Counter[int] = Counter()  # of each storage: snapshots
+        self._bytes = 0
 
     @property
     def hit_rate(self) -> float:
@@ -49,10 +54,7 @@ class PrefixCache:
 
     def nbytes(self) -> int:
         """Bytes held."""
-        held: dict[int, int] = {}
-        for snapshot in self._snapshots.values():
-            held |= snapshot.storages()
-        return sum(held.values())
+        return self._bytes
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, borders: Iterable[int] = ()) -> KdaHybridCache:
@@ -66,14 +68,18 @@ class PrefixCache:
                 a text that other prompts will begin with.
 
         Raises:
-            ValueError: several rows, no token, or a border outside of the prompt.
+            ValueError: several rows, no token, a border outside of the prompt, or a model in training mode.
         """
         ids = _row(input_ids)
         if not len(ids):
             raise ValueError("the prompt has no tokens.")
         last, borders = len(ids) - 1, set(borders)
         if not all(0 < border <= last for border in borders):
-            raise ValueError(f"`borders` must lie in [1, {last}] for {len(ids)} tokens, got {sorted(borders)}.")
+            raise ValueError(
+                f"`borders` must lie between the first and the last of {len(ids)} tokens, got {sorted(borders)}."
+            )
+        if self.model.training:
+            raise ValueError("the model is in training mode, where dropout differs from call to call: `model.eval()`.")
         cache = KdaHybridCache(self.model.config)
         tokens, snapshot = self.find(ids[:last])
         self.lookups, self.hits = self.lookups + 1, self.hits + (tokens > 0)
@@ -116,14 +122,24 @@ class PrefixCache:
         if not len(ids) or sum(snapshot.storages().values()) > self.max_bytes:
             return
         [(_, digest)] = _digests(ids, [len(ids)])
+        self._drop(digest)
         self._snapshots[digest] = snapshot
-        self._snapshots.move_to_end(digest)
-        while self.nbytes() > self.max_bytes:
-            self._snapshots.popitem(last=False)
+        for address, size in snapshot.storages().items():
+            self._bytes += 0 if self._users[address] else size
+            self._users[address] += 1
+        while self._bytes > self.max_bytes:
+            self._drop(next(iter(self._snapshots)))
+
+    def _drop(self, digest: bytes) -> None:
+        snapshot = self._snapshots.pop(digest, None)
+        for address, size in snapshot.storages().items() if snapshot else ():
+            self._users[address] -= 1
+            self._bytes -= 0 if self._users[address] else size
 
     def clear(self) -> None:
-        """Drops all snapshots; the counts stay."""
-        self._snapshots.clear()
+        """Drops all snapshots; the counts of prompts stay."""
+        for digest in list(self._snapshots):
+            self._drop(digest)
 
     def __repr__(self) -> str:
         return (

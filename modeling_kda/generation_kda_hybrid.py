@@ -8,6 +8,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 
 from .cache_kda_hybrid import KdaHybridCache
+from .cache_memory import RECORD
 from .compat_transformers import CACHE_NAME, one_cache
 
 
@@ -15,7 +16,6 @@ class KdaGenerationMixin(GenerationMixin):
     """`generate` for a model whose `forward` takes a `KdaHybridCache`."""
 
     _static_length = 0  # of the largest static cache made so far
-    _continued: KdaHybridCache | None = None  # the cache of tokens that drafts are verified behind
 
     def generate(
         self,
@@ -32,6 +32,7 @@ class KdaGenerationMixin(GenerationMixin):
         cache = one_cache(cache, past_key_values)
         if cache is not None:
             kwargs[CACHE_NAME] = cache
+        if isinstance(cache, KdaHybridCache):
             ids, mask = (
                 args[0] if args else kwargs.get("input_ids", kwargs.get("inputs")),
                 kwargs.get("attention_mask"),
@@ -44,20 +45,28 @@ class KdaGenerationMixin(GenerationMixin):
                 )
         return super().generate(*args, **kwargs)
 
-    def _assisted_decoding(self, input_ids: Tensor, *args: Any, **model_kwargs: Any) -> Any:
-        """As in transformers, which would feed a prompt to a cache that has seen its beginning from the start."""
+    def _assisted_decoding(
+        self, input_ids: Tensor, *args: Any, generation_config: GenerationConfig, **model_kwargs: Any
+    ) -> Any:
+        """As in transformers, which would feed a prompt to a cache that has seen its beginning from the start, and
+        leave it recording."""
         cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
-        past = 0 if cache is None else cache.get_seq_length()
+        if not isinstance(cache, KdaHybridCache):
+            return super()._assisted_decoding(input_ids, *args, generation_config=generation_config, **model_kwargs)
+        past, recording = cache.get_seq_length(), cache.recording
         if past and (past >= input_ids.shape[1] or (mask is not None and mask.shape[1] != input_ids.shape[1])):
             raise ValueError(
                 f"with drafts, `generate` needs the whole prompt: `cache` holds {past} tokens, {input_ids.shape[1]} "
                 "were given. Pass all tokens so far and at least one new one."
             )
-        self._continued = cache if past else None
+        cache.activate_past_recording(max(recording, RECORD, generation_config.prompt_lookup_num_tokens or 0))
+        cache.verifying = past > 0
         try:
-            return super()._assisted_decoding(input_ids, *args, **model_kwargs)
+            return super()._assisted_decoding(input_ids, *args, generation_config=generation_config, **model_kwargs)
         finally:
-            self._continued = None
+            cache.verifying = False
+            if not recording:
+                cache.deactivate_past_recording()
 
     def prepare_inputs_for_generation(
         self,
@@ -68,7 +77,7 @@ class KdaGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """As in transformers; of a prompt that is verified together with drafts, what its cache has not seen."""
         cache = kwargs.get(CACHE_NAME)
-        if self._continued is not None and cache is self._continued and kwargs.get("is_first_iteration"):
+        if isinstance(cache, KdaHybridCache) and cache.verifying and kwargs.get("is_first_iteration"):
             next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
         return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
@@ -83,8 +92,12 @@ class KdaGenerationMixin(GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """Puts a `KdaHybridCache` where `generate` would put its own."""
-        kind = generation_config.cache_implementation
-        if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
+        kind, given = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME)
+        if given is not None and generation_config.is_assistant:
+            return  # its own, from the round before
+        if isinstance(given, KdaHybridCache):
+            given.check_room(0, max_cache_length)
+        if given is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )

@@ -69,11 +69,14 @@ class ForwardContext:
         self.records, self.parts = cache is not None and cache.recording > 0, ()
         self.cu_seqlens = self._real = self._pads = self.attention_mask = self.allowed = None
         few = T <= ABSORB_UP_TO
-        fixed = cache is not None and cache.max_cache_len is not None and cu_seqlens is None and seq_idx is None
-        if fixed and few and (attention_mask is None or (T == 1 and attention_mask.ndim == 2)):
+        documents = T > 1 and not (cu_seqlens is None and seq_idx is None and position_ids is None)
+        static = cache is not None and cache.max_cache_len is not None
+        if static and few and not documents and _fixable(attention_mask, T):
             self._fix(cache, attention_mask, embeds.device)
             return
         self.at = past = 0 if cache is None else cache.get_seq_length()
+        if cache is not None:
+            cache.check_room(past, T)
         mask = _two_dimensional(attention_mask, B, T, past)
         self.real = real = None if mask is None or mask[:, past:].all() else mask[:, past:]
         begins = _document_begins(cu_seqlens, seq_idx, position_ids, real, B, T)
@@ -84,7 +87,7 @@ class ForwardContext:
                 "documents as rows, or `use_cache=False` and no cache."
             )
         self._lay_out(begins, real, embeds.device)
-        if self.records and cache.recording < T:
+        if self.records and 2 * cache.recording < T:  # fewer are not worth a second call
             border = T - cache.recording
             self.parts = (self._part(0, border, False), self._part(border, T, True))
 
@@ -107,15 +110,16 @@ class ForwardContext:
         self.packed, self.absorbed, self.real = False, True, None
         self.at = cache.positions(T)
         self.allowed = (self.at.unsqueeze(1) >= torch.arange(room, device=device)).unsqueeze(0)  # [1, T, S]
+        visible = device.type == "cpu" and not torch.compiler.is_compiling()  # a look at the length costs nothing
+        past = cache.get_seq_length() if visible else 0
+        cache.check_room(past, T)
         if mask is None:
             return
-        if mask.device.type == "cpu" and not torch.compiler.is_compiling():
-            past = cache.get_seq_length()
-            if tuple(mask.shape) not in ((B, past + T), (B, room)):
-                raise ValueError(
-                    f"`attention_mask` has shape {tuple(mask.shape)}; {B} rows of {past} cached and {T} new tokens "
-                    f"need {(B, past + T)}, or {(B, room)} as the cache has room."
-                )
+        if visible and tuple(mask.shape) not in ((B, past + T), (B, room)):
+            raise ValueError(
+                f"`attention_mask` has shape {tuple(mask.shape)}; {B} rows of {past} cached and {T} new tokens need "
+                f"{(B, past + T)}, or {(B, room)} as the cache has room."
+            )
         mask = F.pad(mask != 0, (0, room - mask.shape[1]))
         self.allowed = self.allowed & mask.unsqueeze(1)
         self.real = mask.index_select(1, self.at)
@@ -243,6 +247,11 @@ class ForwardContext:
     def without_windows(self, y: Tensor) -> Tensor:
         """From the convolution's output, what belongs to tokens: packed tokens again."""
         return y if self.cu_seqlens is None else y.index_select(1, self._outputs)
+
+
+def _fixable(mask: Tensor | None, T: int) -> bool:
+    """Whether a step on a static cache can take this mask without a look at its values."""
+    return mask is None or (T == 1 and isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_floating_point())
 
 
 def _two_dimensional(mask: Tensor | None, B: int, T: int, past: int) -> Tensor | None:

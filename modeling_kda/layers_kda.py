@@ -12,7 +12,7 @@ from .cache_memory import Record
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .ops_kda import KdaCall, kda
-from .ops_reference import gated_rms_norm, log_decay, short_convolution, unit, wide
+from .ops_reference import gated_rms_norm, log_decay, short_convolution, unit, wide, without_autocast
 
 
 class ShortConvolution(nn.Conv1d):
@@ -109,6 +109,7 @@ class KimiDeltaAttention(nn.Module):
     @torch.no_grad()
     def _record(self, call: KdaCall, inputs: Tensor, context: ForwardContext) -> Record:
         """What moves the cache's memory on by the tokens of `call`, once more."""
-        g = log_decay(call.gate, call.A_log, call.dt_bias, call.lower_bound)
-        k, g, writes, inputs = (context.unpack(x.detach()) for x in (unit(call.k), g, call.writes, inputs))
+        with without_autocast(call.k):
+            k, g = unit(call.k), log_decay(call.gate, call.A_log, call.dt_bias, call.lower_bound)
+        k, g, writes, inputs = (context.unpack(x.detach()) for x in (k, g, call.writes, inputs))
         return Record(k, g, writes, inputs, context.real)

@@ -173,9 +173,10 @@ def replay(k: Tensor, g: Tensor, writes: Tensor, state: Tensor | None) -> Tensor
         k: `[B, T, H, K]`, as it entered the recurrence. g: `[B, T, H, K]` natural-log decay. writes: `[B, T, H, V]`.
         state: `[B, H, V, K]` before them; None: zeros.
     """
-    until_end = F.pad(g.flip(1).cumsum(1).flip(1), (0, 0, 0, 0, 0, 1))  # [B, T + 1, H, K] the decay from token i on
-    written = torch.einsum("bthv,bthk->bhvk", writes, k * until_end[:, 1:].exp())
-    return written if state is None else written.addcmul(state, until_end[:, 0].exp().unsqueeze(-2))
+    with without_autocast(k):
+        until_end = F.pad(g.flip(1).cumsum(1).flip(1), (0, 0, 0, 0, 0, 1))  # [B, T + 1, H, K] decay from token i on
+        written = torch.einsum("bthv,bthk->bhvk", writes, k * until_end[:, 1:].exp())
+        return written if state is None else written.addcmul(state, until_end[:, 0].exp().unsqueeze(-2))
 
 
 def operands(call: KdaCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:

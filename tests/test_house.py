@@ -33,7 +33,7 @@ ALLOWED = {
     "weights_mxfp4": [],
     "weights_kda": ["configuration_kda_hybrid", "weights_mxfp4"],
     "compat_transformers": [],
-    "generation_kda_hybrid": ["cache_kda_hybrid", "compat_transformers"],
+    "generation_kda_hybrid": ["cache_kda_hybrid", "cache_memory", "compat_transformers"],
     "modeling_kda_hybrid": [
         "configuration_kda_hybrid",
         "cache_kda_hybrid",

@@ -201,6 +201,14 @@ def test_comparison_rows_of_a_cache(both):
         theirs.batch_repeat_interleave(2)
 
 
+def test_comparison_drafts(both):
+    ids, how = some_ids(4).repeat(1, 4), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ours, theirs = both
+    assert torch.equal(ours.generate(ids, prompt_lookup_num_tokens=3, **how), ours.generate(ids, **how))
+    with pytest.raises(ValueError, match="stateful"):
+        theirs.generate(ids, prompt_lookup_num_tokens=3, **how)
+
+
 def test_comparison_sequence_classification(both):
     ours, theirs = (model.config for model in both)
     assert AutoModelForSequenceClassification.from_config(ours).num_labels == 2
