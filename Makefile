@@ -18,6 +18,7 @@ test-floor: $(FLOOR)/ready
 	$(FLOOR)/bin/python -m pytest --numprocesses 2 $(FLOOR_TESTS)
 
 FLOOR_TESTS := tests/test_modeling_kda_hybrid.py tests/test_forward_contract.py tests/test_generation.py tests/test_saving.py tests/test_training.py \
+	tests/test_generation_modes.py tests/test_generation_drafts.py tests/test_reported_faults.py tests/test_cache_kda_hybrid.py \
 	tests/test_kimi_k3.py tests/test_kimi_k3_model.py tests/test_layers_mlp.py tests/test_conversion_layouts.py tests/test_fla_layout.py
 
 lint: $(VENV)/ready

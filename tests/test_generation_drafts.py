@@ -118,6 +118,8 @@ def test_generate_goes_on_from_a_cache_whose_drafts_were_taken_back(name, pads, 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("kind", ["noisy", "prompt lookup"])
 def test_generate_with_drafts_on_other_caches_equals_the_row_alone(name, pads, kind, implementation):
+    if implementation == "static" and CACHE_NAME == "past_key_values":
+        pytest.skip("this transformers refuses drafts with static caches")
     model, prompt = made(name), prompt_for(pads, kind)
     how = {"cache_implementation": implementation, **masked(prompt), **drafts_of(name, kind)}
     out = model.generate(prompt.ids, **how, **OPTIONS, **DETAILS)
