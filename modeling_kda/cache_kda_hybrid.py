@@ -87,12 +87,9 @@ class KdaHybridCache(Cache):
     def check(self, config: KdaHybridConfig, embeds: Tensor) -> None:
         """Raises ValueError if `embeds` `[B, T, D]` of a model of `config` cannot follow in this memory."""
         rows = embeds.shape[0]
-        fingerprint = fingerprint_of(config)
-        if fingerprint != self.fingerprint:
-            name = next(name for name in FINGERPRINT if fingerprint[name] != self.fingerprint[name])
+        if difference := _difference(self.fingerprint, fingerprint_of(config)):
             raise ValueError(
-                f"`cache` was made for another model: its `{name}` is {self.fingerprint[name]!r}, the model's "
-                f"{fingerprint[name]!r}. Make one with `KdaHybridCache(model.config)`."
+                f"`cache` was made for another model: {difference}. Make one with `KdaHybridCache(model.config)`."
             )
         if self.batch_size not in (-1, rows):
             if self.get_seq_length():
@@ -324,12 +321,8 @@ class KdaHybridCache(Cache):
         if not isinstance(snapshot, CacheSnapshot):
             raise ValueError(f"`restore` takes what `snapshot()` returns, not a {type(snapshot).__name__}.")
         other = snapshot._cache
-        for name, value in self.fingerprint.items():
-            if other.fingerprint[name] != value:
-                raise ValueError(
-                    f"the snapshot is of another model: its `{name}` is {other.fingerprint[name]!r}, this cache's "
-                    f"{value!r}."
-                )
+        if difference := _difference(other.fingerprint, self.fingerprint):
+            raise ValueError(f"the snapshot is of another model: {difference}.")
         length = other.get_seq_length()
         if self.max_cache_len is not None and length > self.max_cache_len:
             raise ValueError(f"the snapshot holds {length} tokens, `max_cache_len` is {self.max_cache_len}.")
@@ -395,11 +388,8 @@ class KdaHybridCache(Cache):
         length, belongs = about.get("tokens"), about.get("fingerprint")
         if type(length) is not int or length < 0 or not isinstance(belongs, dict):
             raise ValueError(f"{path} is damaged: its header holds {about!r}.")
-        for name, value in cache.fingerprint.items():
-            if belongs.get(name) != value:
-                raise ValueError(
-                    f"{path} belongs to another model: its `{name}` is {belongs.get(name)!r}, this model's {value!r}."
-                )
+        if difference := _difference(belongs, cache.fingerprint):
+            raise ValueError(f"{path} belongs to another model: {difference}.")
         rows = max((x.shape[0] for x in tensors.values() if x.ndim), default=0)
         wanted = _shapes(config, rows, length)
         found = {name: tuple(x.shape) for name, x in tensors.items() if x.is_floating_point()}
@@ -451,6 +441,12 @@ class CacheSnapshot:
 
     def __repr__(self) -> str:
         return repr(self._cache).replace(type(self._cache).__name__, type(self).__name__, 1)
+
+
+def _difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    """The first field in which two fingerprints differ; empty if they do not."""
+    name = next((name for name in FINGERPRINT if theirs.get(name) != ours[name]), None)
+    return f"its `{name}` is {theirs.get(name)!r}, this model's {ours[name]!r}" if name else ""
 
 
 def _counter(tokens: int, device: torch.device | str) -> Tensor:

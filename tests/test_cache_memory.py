@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 from helpers import ALIGNED, assert_close, tiny_config, tiny_model, token_ids
-from test_cache_kda_hybrid import filled, made, step
+from test_cache_kda_hybrid import KINDS, filled, made, step
 from torch import Tensor
 
-from modeling_kda import KdaHybridForCausalLM
+from modeling_kda import KdaHybridCache, KdaHybridForCausalLM
 from modeling_kda.cache_memory import LatentMemory, Record, RecurrentMemory
 from modeling_kda.ops_reference import delta_rule
 
@@ -332,11 +332,12 @@ def test_recurrent_memory_counts_state_window_and_past():
     assert memory.nbytes(9) == {"recurrent": whole, "recorded": whole + 7 * 4 * B * (H * (2 * K + V) + D)}
 
 
-def test_memories_are_fresh_with_the_same_settings():
-    recurrent, latent = memory_of(True, 7).fresh(), LatentMemory(9).fresh()
-    assert (recurrent.static, recurrent.record_past, recurrent.limit, recurrent.state) == (True, True, 7, None)
-    assert (latent.max_length, latent.offloading, latent.rows) == (9, False, None)
-    assert LatentMemory(offloading=True).fresh().offloading
+@pytest.mark.parametrize("max_length", [None, 9])
+def test_memories_are_fresh_with_the_same_settings(max_length):
+    recurrent, latent = memory_of(limit=7).fresh(max_length), LatentMemory(20, True).fresh(max_length)
+    assert (recurrent.record_past, recurrent.limit, recurrent.state) == (True, 7, None)
+    assert (latent.offloading, latent.rows) == (True, None)
+    assert (latent.max_length, recurrent.static) == (max_length, max_length is not None)
 
 
 def tensors_of(x: object) -> list[Tensor]:
@@ -405,3 +406,25 @@ def test_recorded_bytes_stay_bounded_over_many_steps():
         assert 0 < cache.nbytes()["recorded"] <= most
     held = {x.data_ptr(): x for record in cache.layers[0].records for x in tensors_of(record)}
     assert sum(x.untyped_storage().nbytes() for x in held.values()) <= most
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_cache_goes_on_in_another_dtype(first, kind, gradients):
+    config = tiny_config(mlp_layer_types=["dense"] * 4, **ALIGNED)
+    wide = KdaHybridForCausalLM(config).eval()
+    narrow = KdaHybridForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    narrow.load_state_dict(wide.state_dict())
+    models = [wide, narrow] if first == torch.float32 else [narrow, wide]
+    ids, cache = token_ids(30, rows=2), KdaHybridCache(config, **KINDS[kind])
+    cache.activate_past_recording()
+    with torch.set_grad_enabled(gradients and kind != "static"):
+        models[0](ids[:, :9], cache=cache)
+        got = [models[1](ids[:, start:end], cache=cache).logits for start, end in ((9, 10), (10, 14), (14, 30))]
+        assert {x.dtype for x in got} == {models[1].dtype}
+        cache.crop(-21)
+        got.append(models[1](ids[:, 9:12], cache=cache).logits)
+    want = wide(ids).logits
+    assert_close(torch.cat(got[:3], 1), want[:, 9:], absolute=0, relative=0.15)
+    assert_close(got[3], want[:, 9:12], absolute=0, relative=0.15)

@@ -3,6 +3,7 @@
 `check_golden` also serves the tests of the other backends.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from helpers import GOLDEN, assert_close, golden_tensors
 from torch import Tensor
 
-from modeling_kda import KdaCall, ops_reference
-from modeling_kda.ops_reference import delta_rule, gated_rms_norm, log_decay, short_convolution, unit
+from modeling_kda import KdaCall, kda, ops_reference, ops_torch
+from modeling_kda.ops_reference import delta_rule, gated_rms_norm, log_decay, replay, short_convolution, unit
 
 
 LIST = GOLDEN / "kda_op_cases" / "cases.json"
@@ -241,6 +242,104 @@ def test_short_convolution_sums_in_float32():
     y = short_convolution(x, torch.ones(1, 4))
     assert y.dtype == torch.bfloat16
     assert y.item() == F.silu(torch.tensor(1.0)).bfloat16().item()
+
+
+# What each token writes
+
+
+@torch.no_grad()
+def by_definition(call: KdaCall) -> tuple[Tensor, Tensor]:
+    """Head by head and token by token: u = beta (v - S k) `[B, T, H, V]`, and the final states `[N, H, V, K]`."""
+    k, v, gate, beta = (x.double() for x in (call.k, call.v, call.gate, call.beta))
+    (B, T, H, K), V = k.shape, v.shape[3]
+    borders = [0, T] if call.cu_seqlens is None else call.cu_seqlens.tolist()
+    u, states = torch.zeros(B, T, H, V).double(), torch.zeros(call.num_documents, H, V, K).double()
+    for n, h in [(n, h) for n in range(call.num_documents) for h in range(H)]:
+        row, document = (n, 0) if call.cu_seqlens is None else (0, n)
+        S = torch.zeros(V, K).double() if call.state is None else call.state[n, h].double()
+        for t in range(borders[document], borders[document + 1]):
+            x = gate[row, t, h] + call.dt_bias[h * K : h * K + K].double()
+            rate = call.A_log[h].double().exp()
+            g = -rate * F.softplus(x) if call.lower_bound is None else call.lower_bound * torch.sigmoid(rate * x)
+            key = k[row, t, h] / (k[row, t, h].square().sum() + 1e-6).sqrt()
+            S = S * g.exp()
+            u[row, t, h] = (v[row, t, h] - S @ key) / (1 + math.exp(-beta[row, t, h]))
+            S = S + torch.outer(u[row, t, h], key)
+        states[n, h] = S
+    return u, states
+
+
+def check_writes(run: Callable, call: KdaCall, tolerance: float) -> None:
+    """`run` fills `writes` with what the definition says, to `tolerance` of its maximum."""
+    writes = torch.full(call.v.shape, float("nan"), dtype=torch.promote_types(call.v.dtype, torch.float32))
+    _, state = run(dataclasses.replace(call, writes=writes))
+    want, final = by_definition(call)
+    assert_close(writes, want, absolute=0, relative=tolerance, name="writes")
+    assert_close(state, final, absolute=0, relative=tolerance, name="final state")
+
+
+def random_call(tokens: int, bound: float | None, cu_seqlens: list[int] | None, with_state: bool) -> KdaCall:
+    torch.manual_seed(tokens)
+    B, T, H, K, V = 1 if cu_seqlens else 2, tokens, 2, 5, 7
+    documents = len(cu_seqlens) - 1 if cu_seqlens else B
+    return KdaCall(
+        q=torch.randn(B, T, H, K).double(),
+        k=torch.randn(B, T, H, K).double(),
+        v=torch.randn(B, T, H, V).double(),
+        gate=2 * torch.randn(B, T, H, K).double(),
+        beta=2 * torch.randn(B, T, H).double(),
+        A_log=torch.randn(H).double(),
+        dt_bias=torch.randn(H * K).double(),
+        lower_bound=bound,
+        state=torch.randn(documents, H, V, K).double() if with_state else None,
+        cu_seqlens=torch.tensor(cu_seqlens) if cu_seqlens else None,
+    )
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize(("tokens", "cu_seqlens"), [(1, None), (19, None), (19, [0, 4, 4, 5, 19])])
+def test_run_says_what_each_token_writes(tokens, cu_seqlens, with_state, bound):
+    check_writes(ops_reference.run, random_call(tokens, bound, cu_seqlens, with_state), 1e-12)
+
+
+@pytest.mark.parametrize("backend", [ops_reference, ops_torch])
+@pytest.mark.parametrize("tokens", [9, 40])
+def test_run_keeps_no_gradient_of_what_tokens_write(tokens, backend):
+    call = random_call(tokens, None, None, True)
+    call = dataclasses.replace(call, v=call.v.requires_grad_(), writes=torch.empty(call.v.shape).double())
+    o, _ = backend.run(call)
+    assert o.requires_grad
+    assert not call.writes.requires_grad
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 6]])
+@pytest.mark.parametrize("shape", [(1, 6, 2, 5), (1, 5, 2, 7), (1, 6, 2), (6, 2, 7)], ids=str)
+def test_kda_refuses_writes_of_another_shape(shape, cu_seqlens):
+    call = random_call(6, None, cu_seqlens or [0, 6], False)
+    with pytest.raises(ValueError, match=r"`writes` has shape .* must be \(1, 6, 2, 7\)"):
+        kda(dataclasses.replace(call, writes=torch.empty(shape)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("strongest", [0.1, 3.0, 1000.0])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_replay_from_any_token_ends_where_the_recurrence_does(with_state, strongest, dtype):
+    torch.manual_seed(0)
+    B, T, H, K, V = 2, 23, 3, 5, 7
+    k, v, beta = unit(torch.randn(B, T, H, K).double()), torch.randn(B, T, H, V).double(), torch.rand(B, T, H).double()
+    g = -strongest * torch.rand(B, T, H, K).double() ** 4
+    state = torch.randn(B, H, V, K).double() if with_state else torch.zeros(B, H, V, K).double()
+    writes, states = torch.empty_like(v), [state]
+    for t in range(T):
+        now = slice(t, t + 1)
+        args = k[:, now], k[:, now], v[:, now], g[:, now], beta[:, now], states[-1], writes[:, now]
+        states.append(delta_rule(*args)[1])
+    for split, end in [(split, T) for split in range(T + 1)] + [(0, 9), (4, 5)]:
+        start = None if not split and not with_state else states[split].to(dtype)
+        got = replay(*(x[:, split:end].to(dtype) for x in (k, g, writes)), start)
+        assert got.dtype == dtype
+        assert_close(got, states[end], absolute=1e-12 if dtype == torch.float64 else 2e-6)
 
 
 def formula(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:

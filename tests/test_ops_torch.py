@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from helpers import TOLERANCE, assert_close
-from test_ops_reference import CASES, check_golden, gradient, softplus_inverse
+from test_ops_reference import CASES, check_golden, check_writes, gradient, softplus_inverse
 from torch import Tensor
 
 from modeling_kda import KdaCall, kda, ops_reference, ops_torch
@@ -405,6 +405,17 @@ def test_kda_compiles_without_a_graph_break(cu_seqlens):
         assert_close(x, want[name], absolute=0, relative=TOLERANCE[torch.float32], name=name)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("T", [1, 9, CHUNK, 70, (0, 4, 4, 5, 40)], ids=str)  # or borders of documents
+def test_run_says_what_each_token_writes(T, with_state, dtype, gradients):
+    borders = list(T) if isinstance(T, tuple) else None
+    call = make_call(1 if borders else 2, borders[-1] if borders else T, 2, 5, 7, None, with_state, borders)
+    with torch.set_grad_enabled(gradients):
+        check_writes(ops_torch.run, convert(call, lambda x: x.to(dtype).requires_grad_(gradients)), TOLERANCE[dtype])
+
+
 def peak_bytes(call: KdaCall) -> int:
     """Most bytes that one forward and backward hold at a time, beyond the inputs."""
     call = convert(call, Tensor.requires_grad_)
@@ -431,4 +442,4 @@ def test_run_needs_memory_in_proportion_to_the_tokens():
 def test_call_has_the_fields_that_these_tests_cover():
     """A new field of a call needs tests here."""
     names = [field.name for field in fields(KdaCall)]
-    assert names == [*TENSORS[:7], "lower_bound", "state", "cu_seqlens", "overwrite_state"]
+    assert names == [*TENSORS[:7], "lower_bound", "state", "cu_seqlens", "overwrite_state", "writes"]
