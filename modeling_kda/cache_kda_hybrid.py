@@ -345,6 +345,8 @@ class KdaHybridCache(Cache):
         """
         self._check_whole()
         path, length = Path(path), self.get_seq_length()
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path.parent}: there is no such folder to write {path.name} to.")
         tensors = {}
         for i, layer in enumerate(self.layers):
             tensors |= {f"layers.{i}.{name}": x.detach().contiguous() for name, x in layer.contents(length).items()}
@@ -375,11 +377,13 @@ class KdaHybridCache(Cache):
             ValueError: a damaged one, one of another version, or for another architecture.
         """
         cache = cls(config, max_cache_len)
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path}: there is no such file.")
         try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
+            with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {}).get(FORMAT, "null"))
-                # Cloned, because on a CPU they lie in the file.
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+                # Copied, because they lie in the file.
+                tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: not a whole file of `KdaHybridCache.save` ({error}).") from error
         if not isinstance(about, dict) or about.get("version") != VERSION:
@@ -392,9 +396,11 @@ class KdaHybridCache(Cache):
             raise ValueError(f"{path} belongs to another model: {difference}.")
         rows = max((x.shape[0] for x in tensors.values() if x.ndim), default=0)
         wanted = _shapes(config, rows, length)
-        found = {name: tuple(x.shape) for name, x in tensors.items() if x.is_floating_point()}
-        if wrong := sorted(name for name in {*tensors, *wanted} if found.get(name) != wanted.get(name, ())):
-            raise ValueError(f"{path} is damaged: {', '.join(wrong[:4])} do not fit {length} tokens of {rows} rows.")
+        found = {name: tuple(x.shape) if x.is_floating_point() else None for name, x in tensors.items()}
+        wrong = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+        if wrong or (length and not rows):
+            what = ", ".join(wrong[:4]) or "its tensors"
+            raise ValueError(f"{path} is damaged: {what} do not fit {length} tokens of {rows} rows.")
         cache.check_room(0, length)
         for i, layer in enumerate(cache.layers):
             start = f"layers.{i}."

@@ -250,7 +250,7 @@ class LatentMemory:
         if self.max_length is not None:
             new = new.detach()
         elif torch.is_grad_enabled():  # a later step must not write into what a backward reads
-            whole = new if not at else torch.cat([self.rows.data[:, :at].to(new.device), new], 1)
+            whole = new if not at else torch.cat([self.rows.data[:, :at].to(new), new], 1)
             self.rows = _Rows(whole, end)
             self.rows.pinned = end
             return whole

@@ -59,7 +59,7 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
         return _loop(call)
     o, state, _, writes = _chunked(*tensors, call.lower_bound, call.cu_seqlens, keep, call.writes is not None)
     if call.writes is not None:
-        call.writes.copy_(writes)
+        call.writes.copy_(writes.detach())
     return o, state
 
 

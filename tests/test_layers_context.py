@@ -25,8 +25,7 @@ def context_of(rows: int, tokens: int, config: KdaHybridConfig | None = None, **
 def cache_of(tokens: int) -> KdaHybridCache:
     """A cache that says it has seen some tokens."""
     cache = KdaHybridCache(tiny_config())
-    for layer in cache.layers:
-        layer.length = tokens
+    cache.advance(tokens)
     return cache
 
 
