@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ALIGNED, padded, tiny_config, token_ids
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from test_cache_kda_hybrid import CACHES, KINDS, assert_goes_on, filled, made, step, tensors
 from torch import Tensor
