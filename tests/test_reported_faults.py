@@ -488,3 +488,26 @@ def test_r39_decoding_and_one_shot_agree_in_bfloat16():
     stepped, whole = (forward_in_pieces(model, ids, cuts)[1] for cuts in (range(1, 40), []))
     for x, y in zip(states(stepped), states(whole), strict=True):
         assert_close(x, y, 0, 2e-2)
+
+
+def test_r35_scores_of_generate_are_those_of_a_padded_forward_without_position_ids(model):
+    """Trainers leave position ids out; then log-probabilities of a left-padded batch differ from generation."""
+    _, ids, mask = left_padded(4, 9)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, return_dict_in_generate=True, output_logits=True, **GREEDY
+    )
+    whole = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
+    want = plain(model, out.sequences, attention_mask=whole)[:, 8:-1].log_softmax(-1)
+    assert_close(torch.stack(out.logits, 1).log_softmax(-1), want)
+
+
+@pytest.mark.parametrize("tokens", [1, 40], ids=["loop", "chunks"])
+@pytest.mark.parametrize("before", [3, 70], ids=["after a loop", "after chunks"])
+def test_r40_states_have_values_before_keys_whatever_computed_them(model, before, tokens):
+    """A prefill and a decoding step that disagree about the order of a state; square heads hide it."""
+    ids, cache = token_ids(before + tokens), KdaHybridCache(model.config)
+    logits_of(model, ids[:, :before], cache=cache)
+    assert {state.shape[-2:] for state in states(cache)} == {(20, 12)}
+    got = logits_of(model, ids[:, before:], cache=cache)
+    assert_close(got, plain(model, ids)[:, before:])
+    assert {state.shape[-2:] for state in states(cache)} == {(20, 12)}
