@@ -28,7 +28,7 @@ COLOURS = {"ours": "#0969da", "peer": "#cf222e", "static": "#8250df"}
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 QUICK = (32, 64, 128)
 STEPS, FEWEST, WARM_UP = 20, 3, 2
-BUDGET = 60.0  # Seconds of steps, after which FEWEST are enough.
+BUDGET = 20.0  # Seconds of steps, after which FEWEST are enough.
 # Peak over bytes remembered. Ours grows by a quarter, while the old rows are there; the peers copy one layer.
 GROWTH = {"ours": 1.8, "peer": 1.25, "static": 1.25}
 RESERVED = 4e9  # Bytes that the rest of the machine keeps.
