@@ -1,7 +1,7 @@
 """Random programs on caches: whatever is done to one, it remembers exactly the tokens that survived.
 
-A program is a list of numbers, so that hypothesis can shrink it. Beside each cache runs a ledger of its tokens, of the
-logits that they gave, and of what was recorded; at the end, one forward over the tokens without a cache must give them.
+A program is a list of numbers, so that hypothesis can shrink it. A ledger beside each cache holds its tokens, the
+logits that they gave, and what was recorded; at the end, one forward over the tokens without a cache must give them.
 In float64, so that nothing hides in rounding. KDA_PROGRAMS sets how many programs run for each of the cases.
 """
 
