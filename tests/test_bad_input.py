@@ -153,7 +153,7 @@ def test_forward_refuses_wrong_labels(model, labels):
 
 
 def test_crop_of_a_cache_says_why_not(cache):
-    with pytest.raises(NotImplementedError, match="recurrent state"):
+    with pytest.raises(ValueError, match=r"2 tokens .* 0 of 6 are recorded.*activate_past_recording.*snapshot"):
         cache.crop(-2)
     cache.crop(0)
     assert cache.get_seq_length() == 6

@@ -128,7 +128,7 @@ def test_preset_tiny_runs_and_remembers_as_many_bytes_as_the_readme_says():
     assert logits.shape == (1, 70, model.config.vocab_size)
     assert logits.isfinite().all()
     *_, constant, grown = table()["tiny"]
-    assert cache.nbytes() == {"recurrent": constant, "latent": 70 * grown}
+    assert cache.nbytes() == {"recurrent": constant, "latent": 70 * grown, "recorded": 0}
 
 
 @pytest.mark.parametrize("name", ["kimi_linear_48b_a3b", "kimi_k3"])

@@ -38,7 +38,10 @@ def layer_of(attention: str = "eager", **changes) -> tuple[MultiHeadLatentAttent
 
 def run(layer: MultiHeadLatentAttention, config: KdaHybridConfig, x: Tensor, cache=None, **given) -> Tensor:
     with torch.compiler.set_stance("force_eager"):  # to compile flex attention takes a minute on a CPU
-        return layer(x, ForwardContext(config, x, cache=cache, **given), cache)[0]
+        y = layer(x, ForwardContext(config, x, cache=cache, **given), cache)[0]
+    if cache is not None:
+        cache.advance(x.shape[1])
+    return y
 
 
 class Peer(nn.Module):
@@ -228,6 +231,7 @@ def test_layer_returns_the_attention_weights():
     for start, end in ((0, 4), (4, 6), (6, 7)):
         piece = x[:, start:end]
         _, got = layer(piece, ForwardContext(config, piece, cache=cache), cache)
+        cache.advance(end - start)
         assert_close(got, want[:, :, start:end, :end], absolute=1e-6)
 
 

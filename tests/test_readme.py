@@ -32,7 +32,7 @@ def test_readme_programs_print_what_the_page_shows(page):
     for program, wanted, printed in run_programs(page.read_text()):
         assert wanted is None or printed == wanted, program
         shown += wanted is not None
-    assert shown == (4 if page == README else 0)
+    assert shown == (5 if page == README else 0)
 
 
 def test_readme_begins_with_the_commands_and_a_program():
