@@ -29,7 +29,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.bench_ops
 	$(BIN)/python -m tests.benchmarks.bench_model
 	$(BIN)/python -m tests.benchmarks.bench_load
-	$(BIN)/python -m tests.benchmarks.bench_context
+	$(BIN)/python -m tests.benchmarks.bench_context --plot tests/benchmarks/context.svg
 	$(BIN)/python -m tests.benchmarks.bench_drafts
 
 clean:
