@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from modeling_kda import KdaHybridCache, KdaHybridForCausalLM
 
-from .common import ROOT, fresh, report, table
+from .common import ROOT, captured, fresh, report, table
 
 
 STEPS, WARM_UP = 50, 5
@@ -62,19 +62,6 @@ def measure(kind: str, preset: str, device: str, context: int, batch: int) -> di
     step = captured(step) if kind == "static cache, CUDA graph" else step
     result = {"ms": milliseconds(step, device)}
     return {**result, "launches": launches(step)} if device == "cuda" else result
-
-
-def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """`step` as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def main() -> None:

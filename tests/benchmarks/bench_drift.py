@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import modeling_kda
 from modeling_kda import KdaHybridCache, KdaHybridForCausalLM
 
-from .common import report, table
+from .common import captured, embedded, report, table
 
 
 PIECE = 1024  # tokens
 
 
 def load(dtype: torch.dtype, device: str) -> KdaHybridForCausalLM:
-    model = KdaHybridForCausalLM.from_pretrained(modeling_kda.EMBEDDED_MODEL, dtype=dtype)
+    model = embedded()
     if dtype == torch.float64:
         model = model.double()  # and what stays in float32 otherwise
     model.set_experts_implementation("batched_mm")  # in float32, the grouped product reads from the GPU
@@ -40,17 +39,7 @@ def stepper(model: KdaHybridForCausalLM, token: Tensor, cache: KdaHybridCache) -
         token.copy_(torch.multinomial(logits.float().softmax(-1), 1))
         return logits
 
-    if token.device.type != "cuda":
-        return step
-    stream = torch.cuda.Stream()  # where the first steps before a capture belong
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step()
-    return lambda: graph.replay() or logits
+    return captured(step) if token.device.type == "cuda" else step
 
 
 def decode(model: KdaHybridForCausalLM, tokens: int) -> tuple[Tensor, KdaHybridCache, Tensor]:
