@@ -106,8 +106,8 @@ class KdaHybridCache(Cache):
         """Raises ValueError if `tokens` do not fit behind `past`."""
         if self.max_cache_len is not None and past + tokens > self.max_cache_len:
             raise ValueError(
-                f"`cache` holds {past} tokens and has room for `max_cache_len` {self.max_cache_len}: {tokens} more do "
-                "not fit. Make a larger one, or leave `max_cache_len` out."
+                f"{tokens} tokens behind {past} do not fit into `max_cache_len` {self.max_cache_len}. Make a larger "
+                "cache, or leave `max_cache_len` out."
             )
 
     def _check_whole(self) -> None:
@@ -253,7 +253,7 @@ class KdaHybridCache(Cache):
         """Records no more, and drops what was recorded."""
         for layer in self._recurrent:
             layer.record_past = False
-            layer.begin(layer.state.device if layer.state is not None else torch.device("cpu"))
+            layer.forget_past()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Takes the latest tokens back: at most those seen since recording began or since the last `crop`.
@@ -324,8 +324,7 @@ class KdaHybridCache(Cache):
         if difference := _difference(other.fingerprint, self.fingerprint):
             raise ValueError(f"the snapshot is of another model: {difference}.")
         length = other.get_seq_length()
-        if self.max_cache_len is not None and length > self.max_cache_len:
-            raise ValueError(f"the snapshot holds {length} tokens, `max_cache_len` is {self.max_cache_len}.")
+        self.check_room(0, length)
         self._adopt(other, length)
 
     def _adopt(self, other: "KdaHybridCache", length: int) -> None:
@@ -387,8 +386,8 @@ class KdaHybridCache(Cache):
         except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: not a whole file of `KdaHybridCache.save` ({error}).") from error
         if not isinstance(about, dict) or about.get("version") != VERSION:
-            version = f"version {about.get('version')!r}" if isinstance(about, dict) else "no session"
-            raise ValueError(f"{path}: {version}; this program reads sessions of version {VERSION}.")
+            version = f"version {about.get('version')!r}" if isinstance(about, dict) else "no header of a cache"
+            raise ValueError(f"{path}: {version}; `KdaHybridCache.load` reads files of version {VERSION}.")
         length, belongs = about.get("tokens"), about.get("fingerprint")
         if type(length) is not int or length < 0 or not isinstance(belongs, dict):
             raise ValueError(f"{path} is damaged: its header holds {about!r}.")

@@ -90,7 +90,7 @@ class RecurrentMemory:
         self.state: Tensor | None = None
         self.window: Tensor | None = None
         self._owned = False  # whether nobody else holds `state`, so that it may be overwritten
-        self._forget_past()
+        self.forget_past()
 
     def fresh(self, max_length: int | None) -> "RecurrentMemory":
         """An empty one, static if there is a `max_length`."""
@@ -98,7 +98,8 @@ class RecurrentMemory:
         new.record_past, new.limit = self.record_past, self.limit
         return new
 
-    def _forget_past(self) -> None:
+    def forget_past(self) -> None:
+        """What was recorded can no longer be taken back."""
         self.records: list[Record] = []
         self.checkpoint: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -115,7 +116,7 @@ class RecurrentMemory:
         if self.state is not None and self.state.device != device:
             self.replace(lambda x: x.to(device), 0)
         if not self.record_past:
-            self._forget_past()
+            self.forget_past()
         elif not self.records:
             self.checkpoint = (self.state, self.window)
             if self.static and self.state is not None:
@@ -129,7 +130,7 @@ class RecurrentMemory:
         self._put(state, window)
         self._owned = True
         if record is None:
-            self._forget_past()
+            self.forget_past()
             return
         self.records.append(record)
         if self.recorded > 2 * self.limit:
@@ -160,12 +161,12 @@ class RecurrentMemory:
                 self._move_checkpoint(keep)
             self._put(*self.checkpoint)
             self._owned = self.static
-        self._forget_past()
+        self.forget_past()
 
     def reset(self) -> None:
         """Forgets everything."""
         self._put(None, None)
-        self._forget_past()
+        self.forget_past()
 
     def replace(self, change: Callable[[Tensor], Tensor], length: int) -> None:
         """Replaces every tensor by `change(tensor)`, a new one."""
@@ -183,7 +184,7 @@ class RecurrentMemory:
         """Takes what another memory has as `contents`, without copying unless this one is static."""
         self._put(contents.get("state"), contents.get("window"))
         self._owned = self.static
-        self._forget_past()
+        self.forget_past()
 
     def adopt(self, other: "RecurrentMemory", length: int, before: int) -> None:
         """Becomes what `other` is, with which it may share tensors from now on."""

@@ -188,7 +188,7 @@ def test_restore_refuses_what_is_no_snapshot(model, what):
 def test_restore_refuses_what_there_is_no_room_for(model):
     ids, cache, snapshot = token_ids(9), KdaHybridCache(model.config, 20), filled(model, token_ids(21)).snapshot()
     step(model, ids, cache)
-    refused(model, cache, ids, snapshot, "holds 21 tokens, `max_cache_len` is 20")
+    refused(model, cache, ids, snapshot, "21 tokens behind 0 do not fit into `max_cache_len` 20")
 
 
 # Files
@@ -300,7 +300,7 @@ def test_load_refuses_the_session_of_another_model(session, field):
 
 
 def test_load_refuses_what_there_is_no_room_for(model, session):
-    with pytest.raises(ValueError, match="`max_cache_len` 8: 9 more do not fit"):
+    with pytest.raises(ValueError, match="9 tokens behind 0 do not fit into `max_cache_len` 8"):
         KdaHybridCache.load(session, model.config, max_cache_len=8)
     assert KdaHybridCache.load(session, model.config, max_cache_len=9).get_seq_length() == 9
 
@@ -328,7 +328,7 @@ OTHER_HEADERS = [None, {"format": "pt"}, *({FORMAT: text} for text in ("null", "
 @pytest.mark.parametrize("metadata", OTHER_HEADERS, ids=str)
 def test_load_refuses_another_file_of_safetensors(model, session, metadata):
     save_file({"layers.0.state": torch.zeros(2, 3)}, session, metadata)
-    with pytest.raises(ValueError, match=r"session: (no session; this program reads|not a whole file|version None)"):
+    with pytest.raises(ValueError, match=r"session: (no header of a cache; |not a whole file|version None)"):
         KdaHybridCache.load(session, model.config)
 
 
