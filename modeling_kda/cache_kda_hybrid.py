@@ -279,10 +279,7 @@ class KdaHybridCache(Cache):
             )
             raise ValueError(f"{tokens} tokens cannot be taken back: {recorded} of {length} are recorded. {advice}")
         for layer in self.layers:
-            if isinstance(layer, RecurrentMemory):
-                layer.crop(tokens)
-            else:
-                layer.crop(length, length - tokens)
+            layer.crop(tokens, length)
         self._set_length(length - tokens)
 
     def reset(self) -> None:

@@ -153,8 +153,8 @@ class RecurrentMemory:
         self.checkpoint = record.map(lambda x: x[:, :tokens]).after(*self.checkpoint, self.window.shape[1])
         self.records = [record.map(lambda x: x[:, tokens:].clone())] if tokens < len(record) else []
 
-    def crop(self, tokens: int) -> None:
-        """Takes the last `tokens` back, which are recorded; those before them cannot be taken back any more."""
+    def crop(self, tokens: int, length: int) -> None:
+        """Takes the last `tokens` of `length` back, which are recorded; the others cannot be taken back any more."""
         if tokens:
             keep = self.recorded - tokens
             if keep:
@@ -229,11 +229,6 @@ class LatentMemory:
         """An empty one with this `max_length`."""
         return LatentMemory(max_length, self.offloading)
 
-    def begin(self, device: torch.device) -> None:
-        """To be called before a layer writes: brings the latents to `device`."""
-        if self.rows is not None and not self.offloading and self.rows.data.device != device:
-            self.rows = _Rows(self.rows.data.to(device), self.rows.written)
-
     def update(self, new: Tensor, at: int | Tensor) -> Tensor:
         """Appends `new` `[B, T, R]`, and returns the latents `[B, S, R]` up to it.
 
@@ -243,7 +238,8 @@ class LatentMemory:
         Args:
             at: tokens seen before. Or, if static, the places `[T]` to write to; all places are returned then.
         """
-        self.begin(new.device)
+        if self.rows is not None and not self.offloading and self.rows.data.device != new.device:
+            self.rows = _Rows(self.rows.data.to(new.device), self.rows.written)
         if isinstance(at, Tensor):
             self._make_room(new, 0)
             return self.rows.data.index_copy_(1, at, new.detach())
@@ -279,12 +275,12 @@ class LatentMemory:
                 data[:, :at] = old.data[:, :at]
             self.rows, self.reserved = _Rows(data, at), 0
 
-    def crop(self, before: int, after: int) -> None:
-        """From `before` tokens to `after`."""
+    def crop(self, tokens: int, length: int) -> None:
+        """Takes the last `tokens` of `length` back."""
         if self.max_length is not None and self.rows is not None:
-            self.rows.data[:, after:before] = 0  # attention multiplies all rows with its weights, some of them with 0
-        elif self.rows is not None and self.rows.written == before:  # else another has written behind ours
-            self.rows.written = max(after, self.rows.pinned)
+            self.rows.data[:, length - tokens : length] = 0  # attention multiplies all rows, some of them with 0
+        elif self.rows is not None and self.rows.written == length:  # else another has written behind ours
+            self.rows.written = max(length - tokens, self.rows.pinned)
 
     def reset(self) -> None:
         """Forgets everything, and keeps the memory for what comes next if nobody else reads it."""
@@ -333,7 +329,7 @@ class LatentMemory:
             self.fill({"latents": other.contents(length)["latents"].clone()})
         else:
             if self.rows is other.rows:
-                self.crop(before, length)
+                self.crop(before - length, before)
             self.rows = other.rows
             self.rows.pinned = max(self.rows.pinned, length)
 

@@ -120,6 +120,25 @@ def shared_model() -> KdaHybridForCausalLM:
     return tiny_model()
 
 
+# For tests of caches, which know nothing of MLPs: dense ones are quick.
+DENSE = {"mlp_layer_types": ["dense"] * 4}
+DENSE_MODELS = {
+    "tiny": functools.partial(tiny_model, **DENSE),
+    "k3": functools.partial(k3_model, mlp_layer_types=["dense"] * 5),
+    "linear": functools.partial(tiny_model, layer_types=["linear_attention"] * 4, **DENSE),
+    "full": functools.partial(tiny_model, layer_types=["full_attention"] * 4, **DENSE),
+}
+CACHE_KINDS = {"growing": {}, "static": {"max_cache_len": 96}, "offloading": {"offloading": True}}
+# Every kind with one model, and every other model with one kind.
+CACHE_CASES = [("tiny", kind) for kind in CACHE_KINDS] + [(name, "growing") for name in DENSE_MODELS if name != "tiny"]
+
+
+@functools.cache
+def dense_model(name: str) -> KdaHybridForCausalLM:
+    """One of `DENSE_MODELS` that no test changes."""
+    return DENSE_MODELS[name]()
+
+
 def token_ids(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:
     """`[rows, length]` random ids from 3 to 96."""
     return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
@@ -154,6 +173,24 @@ def forward_in_pieces(model, ids, cuts, attention_mask=None) -> tuple[torch.Tens
     return torch.cat(logits, 1), cache
 
 
+@torch.no_grad()
+def step(model: KdaHybridForCausalLM, ids: torch.Tensor, cache: KdaHybridCache, **given) -> torch.Tensor:
+    """Logits of a forward that goes on from `cache`, without gradients."""
+    return model(ids, cache=cache, **given).logits
+
+
+def filled(model: KdaHybridForCausalLM, ids: torch.Tensor, kind: str = "growing", **given) -> KdaHybridCache:
+    """A cache of one of `CACHE_KINDS` that has seen `ids`."""
+    cache = KdaHybridCache(model.config, **CACHE_KINDS[kind])
+    step(model, ids, cache, **given)
+    return cache
+
+
+def tensors(cache: KdaHybridCache) -> list[torch.Tensor]:
+    """All that `cache` remembers."""
+    return [x for layer in cache.layers for x in layer.contents(cache.get_seq_length()).values()]
+
+
 def assert_close(
     got: torch.Tensor, want: torch.Tensor, absolute: float = LOGITS, relative: float = 0.0, name: str = ""
 ) -> None:
@@ -178,3 +215,23 @@ def assert_identical(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
     for name, tensor in want.items():
         assert got[name].dtype == tensor.dtype, name
         assert torch.equal(got[name], tensor), name
+
+
+@torch.no_grad()
+def assert_goes_on(
+    model: KdaHybridForCausalLM,
+    cache: KdaHybridCache,
+    seen: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    seed: int = 2,
+) -> None:
+    """`cache` holds `seen` and nothing else: what comes next gives the logits of a run of all of it."""
+    assert cache.get_seq_length() == seen.shape[1]
+    more = token_ids(5, rows=len(seen), seed=seed)
+    whole, got = torch.cat([seen, more], 1), []
+    mask = None if mask is None else torch.cat([mask, torch.ones_like(more)], 1)
+    for start, end in ((0, 1), (1, 5)):
+        given = {} if mask is None else {"attention_mask": mask[:, : seen.shape[1] + end]}
+        got.append(step(model, more[:, start:end], cache, **given))
+    want = model(whole, attention_mask=mask, use_cache=False).logits[:, seen.shape[1] :]
+    assert_close(torch.cat(got, 1), want, 3 * LOGITS)

@@ -1,70 +1,35 @@
 """cache_kda_hybrid.py: what is remembered, how it grows, and that rows stay rows."""
 
 import copy
-import functools
 from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import ALIGNED, LOGITS, assert_close, k3_model, tiny_config, tiny_model, token_ids
-from torch import Tensor
+from helpers import (
+    ALIGNED,
+    CACHE_CASES,
+    CACHE_KINDS,
+    DENSE_MODELS,
+    LOGITS,
+    assert_close,
+    assert_goes_on,
+    dense_model,
+    filled,
+    step,
+    tensors,
+    tiny_config,
+    tiny_model,
+    token_ids,
+)
 from transformers.cache_utils import Cache
 
 from modeling_kda import KdaHybridCache, KdaHybridForCausalLM
 from modeling_kda.cache_memory import LatentMemory, RecurrentMemory
 
 
-DENSE = {"mlp_layer_types": ["dense"] * 4}  # quick; no cache knows about them
-MODELS = {
-    "tiny": functools.partial(tiny_model, **DENSE),
-    "k3": functools.partial(k3_model, mlp_layer_types=["dense"] * 5),
-    "linear": functools.partial(tiny_model, layer_types=["linear_attention"] * 4, **DENSE),
-    "full": functools.partial(tiny_model, layer_types=["full_attention"] * 4, **DENSE),
-}
-KINDS = {"growing": {}, "static": {"max_cache_len": 96}, "offloading": {"offloading": True}}
-CACHES = [("tiny", kind) for kind in KINDS] + [(name, "growing") for name in MODELS if name != "tiny"]
-
-
-@functools.cache
-def made(name: str) -> KdaHybridForCausalLM:
-    """Shared, so never changed."""
-    return MODELS[name]()
-
-
 @pytest.fixture(scope="module")
 def model() -> KdaHybridForCausalLM:
-    return made("tiny")
-
-
-@torch.no_grad()
-def step(model: KdaHybridForCausalLM, ids: Tensor, cache: KdaHybridCache, **given) -> Tensor:
-    return model(ids, cache=cache, **given).logits
-
-
-def filled(model: KdaHybridForCausalLM, ids: Tensor, kind: str = "growing", **given) -> KdaHybridCache:
-    cache = KdaHybridCache(model.config, **KINDS[kind])
-    step(model, ids, cache, **given)
-    return cache
-
-
-def tensors(cache: KdaHybridCache) -> list[Tensor]:
-    return [x for layer in cache.layers for x in layer.contents(cache.get_seq_length()).values()]
-
-
-@torch.no_grad()
-def assert_goes_on(
-    model: KdaHybridForCausalLM, cache: KdaHybridCache, seen: Tensor, mask: Tensor | None = None, seed: int = 2
-) -> None:
-    """`cache` holds `seen` and nothing else: what comes next gives the logits of a run of all of it."""
-    assert cache.get_seq_length() == seen.shape[1]
-    more = token_ids(5, rows=len(seen), seed=seed)
-    whole, got = torch.cat([seen, more], 1), []
-    mask = None if mask is None else torch.cat([mask, torch.ones_like(more)], 1)
-    for start, end in ((0, 1), (1, 5)):
-        given = {} if mask is None else {"attention_mask": mask[:, : seen.shape[1] + end]}
-        got.append(step(model, more[:, start:end], cache, **given))
-    want = model(whole, attention_mask=mask, use_cache=False).logits[:, seen.shape[1] :]
-    assert_close(torch.cat(got, 1), want, 3 * LOGITS)
+    return dense_model("tiny")
 
 
 def test_cache_is_one_of_transformers():
@@ -231,11 +196,11 @@ CROPS = {  # pieces read, how many of them before recording begins, the limit, t
 
 
 @pytest.mark.parametrize("case", CROPS)
-@pytest.mark.parametrize(("name", "kind"), [*CACHES, ("k3", "static"), ("full", "static")])
+@pytest.mark.parametrize(("name", "kind"), [*CACHE_CASES, ("k3", "static"), ("full", "static")])
 def test_crop_leaves_what_a_fresh_run_remembers(name, kind, case):
     pieces, before, limit, removed = CROPS[case]
-    model, ids = made(name), token_ids(sum(pieces), rows=2)
-    cache = KdaHybridCache(model.config, **KINDS[kind])
+    model, ids = dense_model(name), token_ids(sum(pieces), rows=2)
+    cache = KdaHybridCache(model.config, **CACHE_KINDS[kind])
     for i, piece in enumerate(ids.split(pieces, 1)):
         if i == before:
             cache.activate_past_recording(limit)
@@ -249,9 +214,9 @@ def test_crop_leaves_what_a_fresh_run_remembers(name, kind, case):
 @pytest.mark.parametrize("removed", [1, 4, 6, 9, 15])
 @pytest.mark.parametrize(("name", "kind"), [("tiny", "static"), ("k3", "growing"), ("tiny", "offloading")])
 def test_crop_of_padded_rows_leaves_what_a_fresh_run_remembers(name, kind, removed):
-    model, ids, mask, end = made(name), token_ids(15, rows=3), torch.ones(3, 15).long(), 0
+    model, ids, mask, end = dense_model(name), token_ids(15, rows=3), torch.ones(3, 15).long(), 0
     mask[0, :5] = mask[1, 7:11] = mask[1, 13] = mask[2, 9:] = 0
-    cache = KdaHybridCache(model.config, **KINDS[kind])
+    cache = KdaHybridCache(model.config, **CACHE_KINDS[kind])
     cache.activate_past_recording()
     for piece in ids.split((6, 1, 1, 5, 1, 1), 1):
         end += piece.shape[1]
@@ -260,10 +225,10 @@ def test_crop_of_padded_rows_leaves_what_a_fresh_run_remembers(name, kind, remov
     assert_goes_on(model, cache, ids[:, : 15 - removed], mask[:, : 15 - removed])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_crop_after_a_change_of_rows(model, kind):
     ids, rows = token_ids(12, rows=3), torch.tensor([2, 0, 2])
-    cache = KdaHybridCache(model.config, **KINDS[kind])
+    cache = KdaHybridCache(model.config, **CACHE_KINDS[kind])
     cache.activate_past_recording()
     for piece in ids.split((6, 4, 2), 1):
         step(model, piece, cache)
@@ -308,7 +273,7 @@ def test_recording_ends_and_takes_a_number_above_0(model):
 
 
 def test_crop_without_recording_needs_none_if_no_layer_is_recurrent():
-    model, ids = made("full"), token_ids(9)
+    model, ids = dense_model("full"), token_ids(9)
     cache = filled(model, ids)
     with pytest.raises(ValueError, match="10 tokens"):
         cache.crop(-10)
@@ -319,7 +284,7 @@ def test_crop_without_recording_needs_none_if_no_layer_is_recurrent():
 # Broken off
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=CACHE_KINDS)
 def unfinished(request, model, monkeypatch):
     """A cache, what it held before a forward broke off in the third of four layers, and a snapshot of that."""
     ids = token_ids(9, rows=2)
@@ -368,7 +333,7 @@ def places(cache: KdaHybridCache) -> list[int]:
 
 @pytest.mark.parametrize("name", ["tiny", "k3", "linear", "full"])
 def test_static_cache_keeps_its_addresses(name):
-    model, ids = made(name), token_ids(9, rows=2)
+    model, ids = dense_model(name), token_ids(9, rows=2)
     cache = KdaHybridCache(model.config, 40)
     counter = cache._length.data_ptr()
     step(model, ids, cache)
@@ -393,9 +358,9 @@ def test_static_cache_keeps_its_addresses(name):
 
 
 @pytest.mark.parametrize("tokens", [6, 7, 40])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE_MODELS)
 def test_static_cache_refuses_more_than_there_is_room_for_and_goes_on(name, tokens):
-    model, ids = made(name), token_ids(40, rows=2)
+    model, ids = dense_model(name), token_ids(40, rows=2)
     cache = KdaHybridCache(model.config, 45)
     step(model, ids, cache)
     with pytest.raises(ValueError, match=rf"{tokens} tokens behind 40 do not fit into `max_cache_len` 45"):

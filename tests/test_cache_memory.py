@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import ALIGNED, assert_close, tiny_config, tiny_model, token_ids
-from test_cache_kda_hybrid import KINDS, filled, made, step
+from helpers import ALIGNED, CACHE_KINDS, assert_close, dense_model, filled, step, tiny_config, tiny_model, token_ids
 from torch import Tensor
 
 from modeling_kda import KdaHybridCache, KdaHybridForCausalLM
@@ -94,7 +93,7 @@ def test_latent_memory_writes_over_what_was_taken_back(how, after):
     memory, tokens, other = LatentMemory(**how), torch.randn(2, 9, 3), torch.randn(2, 4, 3)
     with torch.no_grad():
         memory.update(tokens, 0)
-        memory.crop(9, after)
+        memory.crop(9 - after, 9)
         got = memory.update(other, after)
     assert torch.equal(got, torch.cat([tokens[:, :after], other], 1))
 
@@ -105,7 +104,7 @@ def test_latent_memory_is_copied_by_whoever_writes_second():
     with torch.no_grad():
         one.update(past, 0)
         one.update(past[:, :1], 9)  # moves to where there is more room
-        one.crop(10, 9)
+        one.crop(1, 10)
         two.adopt(one, 9, 0)
         assert two.rows.data.data_ptr() == one.rows.data.data_ptr()
         got_a, got_b = one.update(a, 9), two.update(b, 9)
@@ -120,7 +119,7 @@ def test_latent_memory_taken_back_does_not_write_into_what_is_shared(after):
     with torch.no_grad():
         one.update(past, 0)
         two.adopt(one, 9, 0)
-        one.crop(9, after)
+        one.crop(9 - after, 9)
         one.update(new, after)
     assert torch.equal(two.contents(9)["latents"], past)
 
@@ -254,7 +253,7 @@ def test_recurrent_memory_goes_back(tokens, pads, static):
     run, memory = Run(14, pads), memory_of(static)
     end = run.feed(memory, (5, 4, 1, 3, 1))
     assert memory.recorded == 9
-    memory.crop(tokens)
+    memory.crop(tokens, end)
     assert_close(memory.state, run.states[end - tokens], 1e-5)
     assert torch.equal(memory.window, run.windows[end - tokens])
     assert memory.recorded == 0
@@ -268,7 +267,7 @@ def test_recurrent_memory_records_at_least_the_limit_and_at_most_twice_as_much(l
         memory.begin(CPU)
         memory.update(run.states[t + 1], run.windows[t + 1], run.cut(t, t + 1))
         assert min(t + 1, limit) <= memory.recorded <= 2 * limit
-    memory.crop(limit)
+    memory.crop(limit, 40)
     assert_close(memory.state, run.states[40 - limit], 1e-5)
 
 
@@ -312,7 +311,7 @@ def test_recurrent_memory_of_fixed_addresses_keeps_them():
     places, other = pointers(memory), RecurrentMemory()
     changes = {
         "update": lambda: memory.update(run.states[1], run.windows[1]),
-        "crop": lambda: (run.feed(memory, (5, 4, 2)), memory.crop(3)),
+        "crop": lambda: (run.feed(memory, (5, 4, 2)), memory.crop(3, 11)),
         "rows": lambda: memory.replace(lambda x: x.flip(0), 5),
         "adopt": lambda: (other.update(run.states[3], run.windows[3]), memory.adopt(other, 3, 5)),
         "reset": memory.reset,
@@ -358,7 +357,7 @@ def test_record_is_a_piece_of_its_own_once_the_checkpoint_moves():
 
 def test_cache_keeps_no_memory_of_longer_tensors():
     """The window is a few rows of a long input; it must not keep the rest alive."""
-    cache = filled(made("tiny"), token_ids(200))
+    cache = filled(dense_model("tiny"), token_ids(200))
     for layer in cache.layers:
         if isinstance(layer, RecurrentMemory):
             for name, x in layer.contents(200).items():
@@ -409,7 +408,7 @@ def test_recorded_bytes_stay_bounded_over_many_steps():
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
 def test_cache_goes_on_in_another_dtype(first, kind, gradients):
     config = tiny_config(mlp_layer_types=["dense"] * 4, **ALIGNED)
@@ -417,7 +416,7 @@ def test_cache_goes_on_in_another_dtype(first, kind, gradients):
     narrow = KdaHybridForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     narrow.load_state_dict(wide.state_dict())
     models = [wide, narrow] if first == torch.float32 else [narrow, wide]
-    ids, cache = token_ids(30, rows=2), KdaHybridCache(config, **KINDS[kind])
+    ids, cache = token_ids(30, rows=2), KdaHybridCache(config, **CACHE_KINDS[kind])
     cache.activate_past_recording()
     with torch.set_grad_enabled(gradients and kind != "static"):
         models[0](ids[:, :9], cache=cache)

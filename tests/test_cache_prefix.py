@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import LOGITS, assert_close, token_ids
-from test_cache_kda_hybrid import made, step, tensors
+from helpers import LOGITS, assert_close, dense_model, step, tensors, token_ids
 from torch import Tensor
 
 from modeling_kda import CacheSnapshot, KdaHybridCache, KdaHybridForCausalLM, PrefixCache
@@ -19,7 +18,7 @@ LATENT = 4 * (28 + 8)  # bytes of a token
 
 @pytest.fixture(scope="module")
 def model() -> KdaHybridForCausalLM:
-    return made("tiny")
+    return dense_model("tiny")
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def prompt(shared: int, own: int, seed: int = 2) -> Tensor:
     ("name", "every"), [("tiny", 1), ("tiny", 7), ("tiny", None), ("k3", 7), ("linear", 7), ("full", 7)]
 )
 def test_prefill_equals_a_plain_forward(name, length, every):
-    prefix, ids = PrefixCache(made(name), PLENTY, every), token_ids(length)
+    prefix, ids = PrefixCache(dense_model(name), PLENTY, every), token_ids(length)
     for _ in range(2):
         cache = assert_prefills(prefix, ids)
         tokens = prefix.model.generate(ids, cache=cache, **GREEDY)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import K3, assert_close, tiny_model
+from helpers import CACHE_KINDS, K3, assert_close, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +24,7 @@ from modeling_kda import CacheSnapshot, KdaHybridCache, KdaHybridForCausalLM
 
 PROGRAMS = int(os.environ.get("KDA_PROGRAMS", "350"))
 ERROR = 1e-9
-ROOM, LONGEST, MOST_ROWS = 96, 72, 4  # tokens of a static cache; tokens of a row; rows
+LONGEST, MOST_ROWS = 72, 4  # tokens of a row, fewer than a static cache has room for; rows
 SMALL = dict(
     vocab_size=31,
     hidden_size=20,
@@ -51,11 +51,6 @@ MODELS = {
         "routed_expert_hidden_size": 12,
         "attn_res_block_size": 1,
     },
-}
-KINDS = {
-    "growing": {},
-    "static": {"max_cache_len": ROOM},
-    "offloading": {"offloading": True},
 }
 
 
@@ -88,7 +83,7 @@ class Machine:
         self.model, self.kind, self.rows = model, kind, rows
         empty = torch.zeros(rows, 0, dtype=torch.long)
         ledger = Ledger(empty, empty, torch.zeros(rows, 0, 31, dtype=torch.float64))
-        self.caches = [(KdaHybridCache(model.config, **KINDS[kind]), ledger)]
+        self.caches = [(KdaHybridCache(model.config, **CACHE_KINDS[kind]), ledger)]
         self.snapshots: list[tuple[CacheSnapshot, Ledger]] = []
 
     def run(self, step: tuple[int, int, int]) -> None:
@@ -211,7 +206,8 @@ class Machine:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "session"
             cache.save(path)
-            loaded = KdaHybridCache.load(path, self.model.config, max_cache_len=KINDS[self.kind].get("max_cache_len"))
+            room = CACHE_KINDS[self.kind].get("max_cache_len")
+            loaded = KdaHybridCache.load(path, self.model.config, max_cache_len=room)
         if len(self.caches) < 5:
             self.caches.append((loaded, replace(ledger, recorded=0, limit=0)))
 
@@ -226,7 +222,7 @@ OPERATIONS = [
 STEP = st.tuples(st.integers(0, len(OPERATIONS) - 1), st.integers(0, 2**16), st.integers(0, 7))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_program_leaves_a_cache_that_remembers_the_surviving_tokens(name, kind):
     @settings(

@@ -4,30 +4,17 @@ import itertools
 
 import pytest
 import torch
-from helpers import LOGITS, assert_close, shared_model, tiny_config, tiny_model, token_ids
-from torch import Tensor
+from helpers import CACHE_KINDS, LOGITS, assert_close, filled, shared_model, step, tiny_config, tiny_model, token_ids
 
 from modeling_kda import KdaHybridCache, KdaHybridForCausalLM, PrefixCache
 
 
 ROOM = 64
-KINDS = {"growing": {}, "static": {"max_cache_len": ROOM}, "offloading": {"offloading": True}}
 
 
 @pytest.fixture(scope="module")
 def model() -> KdaHybridForCausalLM:
     return shared_model()
-
-
-@torch.no_grad()
-def step(model, ids: Tensor, cache: KdaHybridCache, **given) -> Tensor:
-    return model(ids, cache=cache, **given).logits
-
-
-def filled(model, ids: Tensor, **kind) -> KdaHybridCache:
-    cache = KdaHybridCache(model.config, **kind)
-    step(model, ids, cache)
-    return cache
 
 
 def addresses(cache: KdaHybridCache) -> list[int]:
@@ -61,7 +48,8 @@ def test_static_cache_does_not_move():
 
 
 def test_snapshot_of_a_static_cache_holds_what_was_seen_not_the_room(model):
-    cache = filled(model, token_ids(10), max_cache_len=10_000)
+    cache = KdaHybridCache(model.config, 10_000)
+    step(model, token_ids(10), cache)
     held = sum(cache.snapshot().storages().values())
     assert held == sum(cache.nbytes().values())
 
@@ -80,10 +68,10 @@ def test_reserve_makes_room_once(model):
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_cache_of_a_forward_that_broke_off_goes_on_only_after_restore_or_reset(kind, layer):
     model, ids, more = tiny_model(), token_ids(8), token_ids(3, seed=2)
-    cache = KdaHybridCache(model.config, **KINDS[kind])
+    cache = KdaHybridCache(model.config, **CACHE_KINDS[kind])
     cache.activate_past_recording()
     step(model, ids, cache)
     snapshot = cache.snapshot()
@@ -118,10 +106,10 @@ def test_cache_of_a_forward_that_broke_off_goes_on_only_after_restore_or_reset(k
 
 
 @pytest.mark.parametrize("back", ["restore", "crop", "reset"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_cache_forgets_nan_with_the_tokens_that_brought_it(model, kind, back):
     ids, more = token_ids(10), token_ids(4, seed=2)
-    cache = KdaHybridCache(model.config, **KINDS[kind])
+    cache = KdaHybridCache(model.config, **CACHE_KINDS[kind])
     cache.activate_past_recording()
     step(model, ids, cache)
     snapshot = cache.snapshot()
@@ -142,13 +130,13 @@ def test_cache_forgets_nan_with_the_tokens_that_brought_it(model, kind, back):
 # Modes of torch
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 @pytest.mark.parametrize("first", ["inference", "no_grad"])
 def test_cache_goes_on_in_and_out_of_inference_mode(model, first, kind):
     ids, modes = token_ids(12), itertools.cycle((torch.inference_mode, torch.no_grad))
     if first == "no_grad":
         next(modes)
-    cache, got = KdaHybridCache(model.config, **KINDS[kind]), []
+    cache, got = KdaHybridCache(model.config, **CACHE_KINDS[kind]), []
     cache.activate_past_recording()
     for piece in ids.split([6, 1, 2, 3], 1):
         with next(modes)():
@@ -237,8 +225,8 @@ def test_backward_after_steps_whose_latents_need_no_gradient(last):
 
 def test_static_cache_refuses_what_a_growing_one_refuses(model):
     ids = token_ids(5)
-    for kind in KINDS.values():
-        cache = filled(model, ids, **kind)
+    for kind in CACHE_KINDS:
+        cache = filled(model, ids, kind)
         with pytest.raises(ValueError, match="several documents"):
             step(model, ids, cache, position_ids=torch.tensor([[5, 6, 7, 0, 1]]))
         with pytest.raises(ValueError, match="1 for real tokens"):

@@ -10,10 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ALIGNED, padded, tiny_config, token_ids
+from helpers import (
+    ALIGNED,
+    CACHE_CASES,
+    CACHE_KINDS,
+    assert_goes_on,
+    dense_model,
+    filled,
+    padded,
+    step,
+    tensors,
+    tiny_config,
+    token_ids,
+)
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_cache_kda_hybrid import CACHES, KINDS, assert_goes_on, filled, made, step, tensors
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -28,7 +39,7 @@ OTHERS = dict(zip(FINGERPRINT, OTHERS, strict=True))  # a value that "tiny" does
 
 @pytest.fixture(scope="module")
 def model() -> KdaHybridForCausalLM:
-    return made("tiny")
+    return dense_model("tiny")
 
 
 def pointers(cache: KdaHybridCache) -> list[int]:
@@ -63,9 +74,9 @@ def test_branch_shares_memory_until_one_writes(model, branch, kind):
     assert not set(pointers(other)) & set(pointers(cache))
 
 
-@pytest.mark.parametrize(("name", "kind"), CACHES)
+@pytest.mark.parametrize(("name", "kind"), CACHE_CASES)
 def test_forks_go_their_own_ways(name, kind):
-    model, ids = made(name), token_ids(9, rows=2)
+    model, ids = dense_model(name), token_ids(9, rows=2)
     cache = filled(model, ids, kind)
     forks = cache.fork(8)
     for seed, fork in enumerate(forks):
@@ -93,9 +104,9 @@ def test_fork_is_of_the_same_kind(model):
     assert other.layers[2].offloading
 
 
-@pytest.mark.parametrize(("name", "kind"), CACHES)
+@pytest.mark.parametrize(("name", "kind"), CACHE_CASES)
 def test_restore_any_number_of_times(name, kind):
-    model, ids = made(name), token_ids(9, rows=2)
+    model, ids = dense_model(name), token_ids(9, rows=2)
     cache = filled(model, ids, kind)
     snapshot = cache.snapshot()
     assert snapshot.tokens == 9
@@ -105,11 +116,11 @@ def test_restore_any_number_of_times(name, kind):
     assert_goes_on(model, cache, ids)
 
 
-@pytest.mark.parametrize("there", KINDS)
-@pytest.mark.parametrize("here", KINDS)
+@pytest.mark.parametrize("there", CACHE_KINDS)
+@pytest.mark.parametrize("here", CACHE_KINDS)
 def test_snapshot_of_one_kind_of_cache_into_another_and_back(model, here, there):
     ids = token_ids(9, rows=2)
-    one, two = filled(model, ids, here), KdaHybridCache(model.config, **KINDS[there])
+    one, two = filled(model, ids, here), KdaHybridCache(model.config, **CACHE_KINDS[there])
     two.restore(one.snapshot())
     assert_goes_on(model, two, ids)
     longer = torch.cat([ids, token_ids(5, 2, 2)], 1)
@@ -118,7 +129,7 @@ def test_snapshot_of_one_kind_of_cache_into_another_and_back(model, here, there)
     assert_goes_on(model, two, longer, seed=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_restore_into_a_cache_of_other_rows(model, kind, rows, tokens):
@@ -140,9 +151,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("change", "kind"), [x for x in product(CHANGES, KINDS) if x != ("move", "static")])
+@pytest.mark.parametrize(("change", "kind"), [x for x in product(CHANGES, CACHE_KINDS) if x != ("move", "static")])
 def test_snapshot_outlives(model, change, kind):
-    ids, cache = token_ids(9, rows=2), KdaHybridCache(model.config, **KINDS[kind])
+    ids, cache = token_ids(9, rows=2), KdaHybridCache(model.config, **CACHE_KINDS[kind])
     cache.activate_past_recording()
     for piece in ids.split((5, 3, 1), 1):
         step(model, piece, cache)
@@ -210,15 +221,15 @@ def session(model, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("to", ["growing", "static"])
-@pytest.mark.parametrize(("name", "kind"), CACHES)
+@pytest.mark.parametrize(("name", "kind"), CACHE_CASES)
 def test_load_goes_on_from_what_was_saved(name, kind, to, tmp_path):
-    model, ids = made(name), token_ids(9, rows=2)
+    model, ids, room = dense_model(name), token_ids(9, rows=2), CACHE_KINDS[to].get("max_cache_len")
     cache = filled(model, ids[:, :8], kind)
     step(model, ids[:, 8:], cache)
     cache.save(str(tmp_path / "session"))
-    loaded = KdaHybridCache.load(str(tmp_path / "session"), model.config, max_cache_len=KINDS[to].get("max_cache_len"))
+    loaded = KdaHybridCache.load(str(tmp_path / "session"), model.config, max_cache_len=room)
     assert same(tensors(loaded), tensors(cache))
-    assert loaded.max_cache_len == KINDS[to].get("max_cache_len")
+    assert loaded.max_cache_len == room
     assert_goes_on(model, loaded, ids)
     assert_goes_on(model, cache, ids, seed=3)
 
@@ -242,10 +253,11 @@ def test_load_keeps_the_dtypes_of_a_bfloat16_model(tmp_path):
         assert torch.equal(step(model, token, loaded), step(model, token, cache))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_load_of_an_empty_session_is_empty(model, kind, tmp_path):
-    KdaHybridCache(model.config, **KINDS[kind]).save(tmp_path / "session")
-    loaded = KdaHybridCache.load(tmp_path / "session", model.config, max_cache_len=KINDS[kind].get("max_cache_len"))
+    KdaHybridCache(model.config, **CACHE_KINDS[kind]).save(tmp_path / "session")
+    room = CACHE_KINDS[kind].get("max_cache_len")
+    loaded = KdaHybridCache.load(tmp_path / "session", model.config, max_cache_len=room)
     assert_goes_on(model, loaded, token_ids(0))
 
 
@@ -368,7 +380,7 @@ def test_load_refuses_a_session_that_does_not_fit_itself(model, session, damage)
 
 
 def test_load_refuses_fewer_than_no_tokens_of_a_model_without_latents(tmp_path):
-    model, path = made("linear"), tmp_path / "session"
+    model, path = dense_model("linear"), tmp_path / "session"
     filled(model, token_ids(9)).save(path)
     again(path, lambda about, x: about.update(tokens=-9))
     with pytest.raises(ValueError, match="session"):
