@@ -4,7 +4,7 @@ Padding and packing are one thing to a linear-attention layer: the real tokens a
 *document* is a stretch of them with a state of its own. It is a row of the batch without its pads, or one of several
 texts that were packed into a row.
 
-Legend: B batch, T tokens, D channels, W taps of the convolution, N documents, P real tokens, S past and new tokens.
+Legend: B batch, T tokens, D channels, N documents, P real tokens, S past and new tokens.
 """
 
 import copy
@@ -18,6 +18,7 @@ from transformers.masking_utils import create_causal_mask
 
 from .cache_kda_hybrid import KdaHybridCache
 from .configuration_kda_hybrid import KdaHybridConfig
+from .ops_mixer import Packing
 
 
 ABSORB_UP_TO = 32  # Tokens. Absorbed attention makes all [heads * tokens, S] scores at once: not for long inputs.
@@ -37,11 +38,11 @@ class ForwardContext:
 
     Attributes:
         packed: whether a row holds several documents; there is then no state of a row to remember.
-        cu_seqlens: `[N + 1]`, document borders among the real tokens. None: every row is one document, without pads.
+        packing: documents among the real tokens. None: every row is one document.
         attention_mask: as the attention implementation in use wants it.
         absorbed: whether full attention works on the latents themselves: a few tokens after a past.
         at: where a cache's latents of these tokens go, as `LatentMemory.update` takes it.
-        real: `[B, T]`, False at pads; None: no pads.
+        real: `[B, T]`, False at pads; None: no pads. Without `packing`, pads are still among the tokens.
         records: whether what these tokens do to a recurrent state is recorded, so that it can be taken back.
         parts: contexts of a first and a second stretch of these tokens, of which only the second is recorded; or none.
         allowed: with `absorbed`, `[B or 1, T, S]`, True where a token may look; None: everywhere.
@@ -67,7 +68,7 @@ class ForwardContext:
         self.attention_kwargs = attention_kwargs
         self._device, self._elsewhere = embeds.device, {}
         self.records, self.parts = cache is not None and cache.recording > 0, ()
-        self.cu_seqlens = self._real = self._pads = self.attention_mask = self.allowed = None
+        self.packing = self._real = self.attention_mask = self.allowed = None
         few = T <= ABSORB_UP_TO
         documents = T > 1 and not (cu_seqlens is None and seq_idx is None and position_ids is None)
         static = cache is not None and cache.max_cache_len is not None
@@ -86,7 +87,7 @@ class ForwardContext:
                 "several documents in one row were given together with a cache, which remembers rows. Pass the "
                 "documents as rows, or `use_cache=False` and no cache."
             )
-        self._lay_out(begins, real, embeds.device)
+        self._lay_out(begins, real)
         if self.records and 2 * cache.recording < T:  # fewer are not worth a second call
             border = T - cache.recording
             self.parts = (self._part(0, border, False), self._part(border, T, True))
@@ -123,7 +124,6 @@ class ForwardContext:
         mask = F.pad(mask != 0, (0, room - mask.shape[1]))
         self.allowed = self.allowed & mask.unsqueeze(1)
         self.real = mask.index_select(1, self.at)
-        self._pads = ~self.real
 
     def _part(self, start: int, end: int, records: bool) -> "ForwardContext":
         """For linear-attention layers, the context of some of these tokens."""
@@ -131,7 +131,7 @@ class ForwardContext:
         part.shape, part.records, part.parts, part._elsewhere = (self.shape[0], end - start), records, (), {}
         real = None if self.real is None else self.real[:, start:end]
         part.real = None if real is None or real.all() else real
-        part._lay_out(None, part.real, self._device)
+        part._lay_out(None, part.real)
         return part
 
     def _pack_attention(self, config: KdaHybridConfig, embeds: Tensor, begins: Tensor, real: Tensor | None) -> None:
@@ -156,30 +156,21 @@ class ForwardContext:
 
             self.attention_mask = create_causal_mask(config, embeds, None, None, and_mask_function=same_document)
 
-    def _lay_out(self, begins: Tensor | None, real: Tensor | None, device: torch.device) -> None:
-        """Indices that bring the real tokens together, and the convolution's windows before each document."""
-        self.cu_seqlens = self._real = None
+    def _lay_out(self, begins: Tensor | None, real: Tensor | None) -> None:
+        """Where the real tokens are, and the documents among them."""
+        self.packing = self._real = None
         if begins is None and real is None:
             return
         B, T = self.shape
         if real is not None:
             self._real = real.flatten().nonzero().squeeze(1)  # [P]
+        tokens = B * T if real is None else len(self._real)
         if begins is None:
-            self.cu_seqlens = F.pad(real.sum(1).cumsum(0), (1, 0))
+            cu_seqlens = F.pad(real.sum(1).cumsum(0), (1, 0))
         else:
             starts = (begins if real is None else begins[real]).flatten().nonzero().squeeze(1)
-            self.cu_seqlens = F.pad(starts, (0, 1), value=B * T if real is None else len(self._real))
-        # The convolution runs once over [window of document 0, its tokens, window of document 1, ...].
-        window, documents = self.taps - 1, len(self.cu_seqlens) - 1
-        lengths, number = self.cu_seqlens.diff(), torch.arange(documents, device=device)
-        token = torch.arange(B * T if self._real is None else len(self._real), device=device)
-        slot = torch.arange(window, device=device)
-        self._outputs = token + window * number.repeat_interleave(lengths)  # [P] where each token's output lies
-        first = self.cu_seqlens[:-1] + window * number
-        self._source = token.new_empty(documents * window + len(token))  # rows of [all windows, all tokens]
-        self._source[(first.unsqueeze(1) + slot).flatten()] = torch.arange(documents * window, device=device)
-        self._source[self._outputs + window] = documents * window + token
-        self._last = (first + lengths).unsqueeze(1) + slot  # [N, W - 1] the windows afterwards
+            cu_seqlens = F.pad(starts, (0, 1), value=tokens)
+        self.packing = Packing(cu_seqlens, tokens, self.taps)
 
     def to(self, device: torch.device) -> "ForwardContext":
         """The same on another device; layers of one model may lie on several."""
@@ -189,64 +180,27 @@ class ForwardContext:
             moved = copy.copy(self)
             moved._device = device
             for name, value in vars(self).items():
-                if isinstance(value, (Tensor, BlockMask)):
+                if isinstance(value, (Tensor, BlockMask, Packing)):
                     setattr(moved, name, value.to(device))
             moved.parts = tuple(part.to(device) for part in self.parts)
             self._elsewhere[device] = moved
         return self._elsewhere[device]
 
-    @property
-    def num_documents(self) -> int:
-        """N: the number of states that linear-attention layers keep."""
-        return self.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
-
     def pack(self, x: Tensor) -> Tensor:
         """`[B, T, D]` to its real tokens `[1, P, D]`; `x` as it is if every row is a document without pads."""
-        if self.cu_seqlens is None:
+        if self.packing is None:
             return x
         x = x.flatten(0, 1)
         return (x if self._real is None else x.index_select(0, self._real)).unsqueeze(0)
 
     def unpack(self, x: Tensor) -> Tensor:
         """The way back, with zeros at pads; `x` may have more dimensions."""
-        if self._pads is not None:
-            return x.masked_fill(self._pads.view(*self.shape, *[1] * (x.ndim - 2)), 0)
-        if self.cu_seqlens is None:
-            return x
+        if self.packing is None:
+            return x if self.real is None else torch.where(self.real.view(*self.shape, *[1] * (x.ndim - 2)), x, 0)
         x = x.squeeze(0)
         if self._real is not None:
             x = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:]).index_copy(0, self._real, x)
         return x.unflatten(0, self.shape)
-
-    def silence(self, x: Tensor) -> Tensor:
-        """Pads that are still in packed tokens: a forget gate, or a write strength, that does nothing there.
-
-        Args:
-            x: `[B, T, D]`, before its activation.
-        """
-        return x if self._pads is None else x.masked_fill(self._pads.unsqueeze(-1), float("-inf"))
-
-    def with_windows(self, x: Tensor, window: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Puts its latest inputs before each document.
-
-        Args:
-            x: packed tokens, `[B, T, D]` or `[1, P, D]`. window: `[N, W - 1, D]`; None: zeros.
-
-        Returns: the convolution's input, and the windows afterwards `[N, W - 1, D]`.
-        """
-        if window is None:
-            window = x.new_zeros(self.num_documents, self.taps - 1, x.shape[-1])
-        window = window.to(x.dtype)
-        if self.cu_seqlens is None:
-            x = torch.cat([window, x], 1)
-            after = x[:, x.shape[1] - self.taps + 1 :].clone()  # a view would keep all of x alive
-            return x, after if self._pads is None else torch.where(self._pads.unsqueeze(-1), window, after)
-        x = torch.cat([window.flatten(0, 1), x.squeeze(0)]).index_select(0, self._source)
-        return x.unsqueeze(0), x[self._last]
-
-    def without_windows(self, y: Tensor) -> Tensor:
-        """From the convolution's output, what belongs to tokens: packed tokens again."""
-        return y if self.cu_seqlens is None else y.index_select(1, self._outputs)
 
 
 def _fixable(mask: Tensor | None, T: int) -> bool:

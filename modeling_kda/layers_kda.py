@@ -1,6 +1,6 @@
 """Kimi Delta Attention: a layer whose memory of the past is one matrix a head, whatever the length.
 
-Legend: B batch, T tokens, P real tokens, H heads, K key width, V value width, D = 2HK + HV, W taps, N texts.
+Legend: B batch, T tokens, P real tokens, H heads, K key width, V value width, D channels, W taps.
 Shapes say `[B, T, ...]`; with pads or packed documents they are `[1, P, ...]`.
 """
 
@@ -11,34 +11,31 @@ from .cache_kda_hybrid import KdaHybridCache
 from .cache_memory import Record
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
-from .ops_kda import KdaCall, kda
-from .ops_reference import gated_rms_norm, log_decay, short_convolution, unit, wide, without_autocast
+from .ops_kda import MixerCall, mixer
 
 
 class ShortConvolution(nn.Conv1d):
-    """Causal depthwise convolution and SiLU over inputs that already have W - 1 earlier ones before them.
-
-    A Conv1d for its weight `[D, 1, W]`, as released, and its initialisation. The weight stays in float32.
-    """
+    """The weight of a causal depthwise convolution, `[D, 1, W]` as released; a Conv1d for its initialisation."""
 
     def __init__(self, width: int, taps: int):
         super().__init__(width, width, taps, groups=width, bias=False, dtype=torch.float32)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, W - 1 + T, D]` to `[B, T, D]`."""
-        return short_convolution(x, self.weight.squeeze(1))
+    def forward(self) -> Tensor:
+        """`[D, W]`."""
+        return self.weight.squeeze(1)
 
 
 class GatedRMSNorm(nn.Module):
-    """`rmsnorm(x) * weight * sigmoid(gate)`; the weight stays in float32."""
+    """The weight of `rmsnorm(x) * weight * sigmoid(gate)`; float32."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width, dtype=torch.float32))
         self.eps = eps
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return gated_rms_norm(x, self.weight, gate, self.eps)
+    def forward(self) -> Tensor:
+        """`[V]`."""
+        return self.weight
 
 
 class KimiDeltaAttention(nn.Module):
@@ -80,36 +77,33 @@ class KimiDeltaAttention(nn.Module):
         memory = None if cache is None else cache.layers[self.layer_idx]
         overwrite = memory is not None and memory.begin(hidden_states.device)
         x = context.pack(hidden_states)
-        inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)  # [B, T, D]
-        qkv, window = context.with_windows(inputs, None if memory is None else memory.window)
-        q, k, v = qkv.split([conv.in_channels for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)], -1)
-        q, k, v = (context.without_windows(y) for y in (self.q_conv1d(q), self.k_conv1d(k), self.v_conv1d(v)))
-        v = v.unflatten(-1, self.values)  # [B, T, H, V]
-        call = KdaCall(
-            q=q.unflatten(-1, self.keys),  # [B, T, H, K]
-            k=k.unflatten(-1, self.keys),
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        out_gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        call = MixerCall(
+            q=q,
+            k=k,
             v=v,
-            gate=context.silence(self.f_b_proj(self.f_a_proj(x))).unflatten(-1, self.keys),
-            beta=context.silence(self.b_proj(x)),
+            taps=(self.q_conv1d(), self.k_conv1d(), self.v_conv1d()),
+            window=None if memory is None else memory.window,
+            gate=self.f_b_proj(self.f_a_proj(x)).unflatten(-1, self.keys),  # [B, T, H, K]
+            beta=self.b_proj(x),  # [B, T, H]
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             lower_bound=self.lower_bound,
             state=None if memory is None else memory.state,
-            cu_seqlens=context.cu_seqlens,
-            overwrite_state=overwrite and not torch.is_grad_enabled(),
-            writes=torch.empty_like(v, dtype=wide(v).dtype) if context.records else None,
+            out_gate=out_gate.unflatten(-1, self.values),  # [B, T, H, V]
+            norm=self.o_norm(),
+            eps=self.o_norm.eps,
+            packing=context.packing,
+            real=context.real if context.packing is None else None,
+            overwrite=overwrite and not torch.is_grad_enabled(),
+            records=context.records,
         )
-        o, state = kda(call)
+        o, state, window, moved = mixer(call)
         if memory is not None:
-            memory.update(state, window, self._record(call, inputs, context) if context.records else None)
-        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        o = self.o_norm(o, gate.unflatten(-1, self.values)).flatten(-2)  # [B, T, H * V]
-        return context.unpack(self.o_proj(o))
-
-    @torch.no_grad()
-    def _record(self, call: KdaCall, inputs: Tensor, context: ForwardContext) -> Record:
-        """What moves the cache's memory on by the tokens of `call`, once more."""
-        with without_autocast(call.k):
-            k, g = unit(call.k), log_decay(call.gate, call.A_log, call.dt_bias, call.lower_bound)
-        k, g, writes, inputs = (context.unpack(x.detach()) for x in (k, g, call.writes, inputs))
-        return Record(k, g, writes, inputs, context.real)
+            record = None
+            if moved is not None:
+                moved = (*moved, torch.cat([q, k, v], -1))
+                record = Record(*(context.unpack(y.detach()) for y in moved), context.real)
+            memory.update(state, window, record)
+        return context.unpack(self.o_proj(o.flatten(-2)))

@@ -14,14 +14,17 @@ from torch import Tensor
 from transformers.utils import logging
 
 # As names of the modules: exported model code cannot say `from . import ops_torch`.
+from .ops_fla import BACKEND as ops_fla
+from .ops_mixer import MixerCall, Moved, compose
 from .ops_reference import BACKEND as ops_reference
 from .ops_reference import KdaCall, without_autocast
 from .ops_torch import BACKEND as ops_torch
+from .ops_triton import BACKEND as ops_triton
 
 
 logger = logging.get_logger(__name__)
 
-BACKENDS = (ops_torch, ops_reference)  # in order of preference
+BACKENDS = (ops_triton, ops_fla, ops_torch, ops_reference)  # in order of preference
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _choice = "auto"  # a plain global, which torch.compile can read
 
@@ -38,6 +41,14 @@ def kda(call: KdaCall) -> tuple[Tensor, Tensor]:
     _check(call)
     with without_autocast(call.q):  # the backend chooses its own precision
         return _backend_for(call).run(call)
+
+
+def mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
+    """A KDA layer between its projections; see `MixerCall` for what goes in and comes out."""
+    if _choice in ("auto", ops_triton.NAME) and not (ops_triton.why_not() or ops_triton.refuses_mixer(call)):
+        with without_autocast(call.q):
+            return ops_triton.run_mixer(call)
+    return compose(call, kda)
 
 
 @contextlib.contextmanager
@@ -75,10 +86,13 @@ def _backend_for(call: KdaCall):
             continue
         reason = backend.why_not() or backend.refuses(call)
         if reason is None:
+            if reasons and not torch.compiler.is_compiling():
+                # Where something faster could run, this is worth a word; elsewhere it is for who looks for it.
+                slow = backend is ops_torch and call.q.device.type == "cuda"
+                tell = logger.warning_once if slow else logger.info_once
+                tell(f"KDA runs on backend {backend.NAME!r}, because others cannot: {'; '.join(reasons)}.")
             return backend
         reasons.append(f"{backend.NAME}: {reason}")
-        if _choice == "auto":
-            logger.info_once(f"KDA backend {reasons[-1]}")
     raise RuntimeError("no KDA backend can run this call. " + "; ".join(reasons))
 
 

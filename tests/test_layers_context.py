@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from helpers import assert_close, tiny_config
+from helpers import tiny_config
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 from modeling_kda import KdaHybridCache, KdaHybridConfig
 from modeling_kda.layers_context import ABSORB_UP_TO, ForwardContext
-from modeling_kda.ops_reference import short_convolution
 
 
 def config_of(attention: str = "eager", **changes) -> KdaHybridConfig:
@@ -31,15 +30,14 @@ def cache_of(tokens: int) -> KdaHybridCache:
 
 def assert_same(a: ForwardContext, b: ForwardContext) -> None:
     """Everything that layers can see of two contexts is equal."""
-    assert (a.packed, a.num_documents, a.absorbed) == (b.packed, b.num_documents, b.absorbed)
-    for name in ("cu_seqlens", "attention_mask", "allowed"):
-        x, y = getattr(a, name), getattr(b, name)
+    assert (a.packed, a.absorbed) == (b.packed, b.absorbed)
+    borders = [None if x.packing is None else x.packing.cu_seqlens for x in (a, b)]
+    for name in ("borders", "attention_mask", "allowed"):
+        x, y = borders if name == "borders" else (getattr(a, name), getattr(b, name))
         assert (x is None) == (y is None), name
         assert x is None or torch.equal(x, y), name
     x = torch.randn(*a.shape, 5)
     assert torch.equal(a.pack(x), b.pack(x))
-    for one, other in zip(a.with_windows(a.pack(x), None), b.with_windows(b.pack(x), None)):
-        assert torch.equal(one, other)
 
 
 LEFT = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
@@ -83,7 +81,7 @@ def test_context_takes_a_mask_of_any_number_type(mask, dtype):
 def test_context_without_pads_is_one_without_a_mask(attention):
     config = config_of(attention)
     plain = context_of(3, 6, config)
-    assert plain.cu_seqlens is None
+    assert plain.packing is None
     assert_same(context_of(3, 6, config, attention_mask=torch.ones(3, 6)), plain)
     assert_same(context_of(3, 6, config, attention_mask=torch.ones(3, 1, 6, 6).tril().bool()), plain)
     assert_same(context_of(3, 6, config, position_ids=torch.arange(6).unsqueeze(0)), plain)
@@ -183,7 +181,7 @@ def test_context_is_the_same_however_documents_are_given(attention):
     config = config_of(attention)
     want = context_of(3, 6, config, cu_seqlens=torch.tensor([0, 2, 6, 12, 13, 14, 18]))
     assert want.packed
-    assert want.cu_seqlens.tolist() == [0, 2, 6, 12, 13, 14, 18]
+    assert want.packing.cu_seqlens.tolist() == [0, 2, 6, 12, 13, 14, 18]
     positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]])
     numbers = torch.tensor([[0, 0, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2], [3, 4, 5, 5, 5, 5]])
     for given in (
@@ -195,7 +193,11 @@ def test_context_is_the_same_however_documents_are_given(attention):
         {"seq_idx": numbers},
         {"seq_idx": numbers.int(), "position_ids": torch.arange(6).expand(3, 6)},
         {"position_ids": positions, "attention_mask": torch.ones(3, 6)},
-        {"cu_seqlens": want.cu_seqlens, "seq_idx": torch.zeros(3, 6).long(), "position_ids": torch.zeros(3, 6).long()},
+        {
+            "cu_seqlens": want.packing.cu_seqlens,
+            "seq_idx": torch.zeros(3, 6).long(),
+            "position_ids": torch.zeros(3, 6).long(),
+        },
     ):
         assert_same(context_of(3, 6, config, **given), want)
 
@@ -244,7 +246,7 @@ def test_context_lays_out_documents_without_their_pads(case, form):
     numbers, context = PACKED_AND_PADDED[case], packed_and_padded(case, form)
     lengths = [int((numbers == number).sum()) for number in range(1, int(numbers.max()) + 1)]
     assert context.packed
-    assert context.cu_seqlens.diff().tolist() == lengths
+    assert context.packing.cu_seqlens.diff().tolist() == lengths
     x = torch.randn(*numbers.shape, 3)
     assert torch.equal(context.pack(x), x[numbers > 0].unsqueeze(0))
 
@@ -269,8 +271,8 @@ def test_pack_and_unpack_are_a_round_trip_with_zeros_at_pads(mask):
     packed = context.pack(x)
     assert packed.shape == (1, int(mask.sum()), 5)
     assert torch.equal(context.unpack(packed), x * mask.unsqueeze(-1))
-    assert context.num_documents == len(mask)
-    assert context.cu_seqlens.diff().tolist() == mask.sum(1).tolist()
+    assert len(context.packing) == len(mask)
+    assert context.packing.cu_seqlens.diff().tolist() == mask.sum(1).tolist()
 
 
 def test_pack_leaves_rows_without_pads_alone():
@@ -289,28 +291,6 @@ CONTEXTS = {
         for name, mask in MASKS.items()
     },
 }
-
-
-@pytest.mark.parametrize("taps", [1, 2, 4])
-@pytest.mark.parametrize("with_window", [False, True])
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_with_windows_is_each_document_after_its_own_window(name, with_window, taps):
-    context = CONTEXTS[name](config_of(linear_conv_kernel_dim=taps))
-    width, N = 5, context.num_documents
-    x, weight = context.pack(torch.randn(*context.shape, width)), torch.randn(width, taps)
-    window = torch.randn(N, taps - 1, width) if with_window else None
-    given, after = context.with_windows(x, window)
-    got = context.without_windows(short_convolution(given, weight))
-    documents = x if context.cu_seqlens is None else x[0].split(context.cu_seqlens.diff().tolist())
-    outputs = []
-    for n, document in enumerate(documents):
-        start = torch.zeros(taps - 1, width) if window is None else window[n]
-        whole = torch.cat([start, document])
-        outputs.append(short_convolution(whole.unsqueeze(0), weight)[0])
-        assert torch.equal(after[n], whole[len(whole) - taps + 1 :]), f"window {n}"
-    want = torch.stack(outputs) if context.cu_seqlens is None else torch.cat(outputs).unsqueeze(0)
-    assert after.shape == (N, taps - 1, width)
-    assert_close(got, want, absolute=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, ABSORB_UP_TO, ABSORB_UP_TO + 1])

@@ -178,7 +178,7 @@ def test_use_backend_is_restored_after_an_exception(spy):
 @pytest.mark.parametrize(("name", "near"), [("tourch", "torch"), ("refrence", "reference"), ("Auto", "auto")])
 def test_use_backend_suggests_the_nearest_name(name, near):
     with (
-        pytest.raises(ValueError, match=f"{name!r}.*'auto', 'torch', 'reference'.*Did you mean {near!r}"),
+        pytest.raises(ValueError, match=f"{name!r}.*'auto', .*'torch', 'reference'.*Did you mean {near!r}"),
         use_backend(name),
     ):
         pass
@@ -200,9 +200,8 @@ def test_kda_passes_over_a_backend_that_objects_and_says_so_once(monkeypatch, ca
         for _ in range(3):
             kda(make_call(T=3))
     assert spy.ran == ["torch"] * 3
-    assert [record.getMessage() for record in caplog.records if reason in record.getMessage()] == [
-        f"KDA backend new: {reason}"
-    ]
+    [told] = [record.getMessage() for record in caplog.records if reason in record.getMessage()]
+    assert told.startswith(f"KDA runs on backend 'torch', because others cannot: new: {reason}; ")
 
 
 def test_kda_takes_the_first_backend_that_does_not_object(monkeypatch, spy):
@@ -228,7 +227,7 @@ def test_kda_lists_all_reasons_if_nothing_can_run(monkeypatch):
 
 
 def test_backend_report_lists_all(monkeypatch):
-    monkeypatch.setattr(ops_kda, "BACKENDS", (made_up("new", why_not="made up"), *ops_kda.BACKENDS))
+    monkeypatch.setattr(ops_kda, "BACKENDS", (made_up("new", why_not="made up"), ops_torch, ops_reference))
     with use_backend("torch"):
         title, *lines = backend_report().splitlines()
     assert "torch" in title

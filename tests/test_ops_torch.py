@@ -56,8 +56,8 @@ def outcome(run: Callable, call: KdaCall) -> dict[str, Tensor]:
     call = convert(call, lambda x: x.detach().requires_grad_())
     o, state = run(call)
     noise = torch.Generator().manual_seed(5)
-    do = torch.randn(o.shape, generator=noise).to(o.dtype)
-    ds = torch.randn(state.shape, generator=noise).to(state.dtype)
+    do = torch.randn(o.shape, generator=noise).to(o)
+    ds = torch.randn(state.shape, generator=noise).to(state)
     loss = (o.double() * do.double()).sum() + (state.double() * ds.double()).sum()
     if loss.requires_grad:  # without tokens and state there is nothing to go back to
         loss.backward()

@@ -1,0 +1,255 @@
+"""Our own Triton kernels as a backend: a few tokens on a GPU, the whole of a layer between its projections at once.
+
+Runs under Triton's interpreter too (`TRITON_INTERPRET=1`, set before anything imports triton), on the CPU and slowly:
+that is how it is tested where there is no GPU.
+
+Legend: B batch, T tokens, H heads, K key width, V value width, W taps, N documents, D = 2HK + HV.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .ops_mixer import MixerCall, Moved
+from .ops_reference import OPERATORS, UNIT_EPS, KdaCall, writable
+
+
+NAME = "triton"
+
+MOST_TOKENS = 16  # Beyond, a chunk is faster: a step keeps the state of one head in one program's registers.
+MOST_WIDTH = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.compiler.assume_constant_result
+def why_not() -> str | None:
+    """Why this backend cannot run here, or None."""
+    if not (_interprets() or torch.cuda.is_available()):
+        return "there is no CUDA device"
+    try:
+        from .kernels_kda import step  # noqa: F401
+    except ImportError:
+        return "triton is not installed (`pip install triton`)"
+    except Exception as error:  # whatever a broken installation raises, the model runs without it
+        return f"triton cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refuses(call: KdaCall) -> str | None:
+    """Why this backend cannot run `call`, or None."""
+    tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias, call.state)
+    return _refuses(tensors, call.q.shape[1], call.q.shape[-1], call.v.shape[-1])
+
+
+def refuses_mixer(call: MixerCall) -> str | None:
+    """Why this backend cannot run `call` in one kernel, or None."""
+    tensors = (call.q, call.k, call.v, *call.taps, call.window, call.gate, call.beta, call.A_log, call.dt_bias)
+    tensors += (call.state, call.out_gate, call.norm)
+    return _refuses(tensors, call.q.shape[1], call.gate.shape[-1], call.out_gate.shape[-1])
+
+
+def _refuses(tensors: Sequence[Tensor | None], tokens: int, key: int, value: int) -> str | None:
+    device = tensors[0].device.type
+    if device != "cuda" and not (device == "cpu" and _interprets()):
+        return f"tensors on {device!r}"
+    if tensors[0].dtype not in DTYPES:
+        return f"dtype {tensors[0].dtype}"
+    if tokens > MOST_TOKENS:
+        return f"more than {MOST_TOKENS} tokens"
+    if max(key, value) > MOST_WIDTH:
+        return f"heads wider than {MOST_WIDTH}"
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return "gradients"
+    return None
+
+
+def run(call: KdaCall) -> tuple[Tensor, Tensor]:
+    """Kimi Delta Attention on `call`; see `KdaCall` for shapes."""
+    state = _own(call.state, call.overwrite_state, torch.float32)
+    if state is None:
+        state = call.initial_state(torch.float32)
+    o, *moved = _step(
+        call.q.flatten(2),
+        call.k.flatten(2),
+        call.v.flatten(2),
+        [],
+        None,
+        call.gate.flatten(2),
+        call.beta,
+        call.A_log,
+        call.dt_bias,
+        call.lower_bound or 0.0,
+        state,
+        None,
+        None,
+        0.0,
+        None,
+        call.cu_seqlens,
+        call.writes is not None,
+    )
+    if call.writes is not None:
+        call.writes.copy_(moved[0].view_as(call.v))
+    return o.view_as(call.v), state
+
+
+def run_mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
+    """`MixerCall` in one kernel."""
+    state = _own(call.state, call.overwrite, torch.float32)
+    if state is None:
+        (H, K), V = call.gate.shape[2:], call.out_gate.shape[-1]
+        state = torch.zeros(call.num_documents, H, V, K, dtype=torch.float32, device=call.q.device)
+    window = _own(call.window, call.overwrite, call.q.dtype)
+    if window is None:
+        window = call.initial_window()
+    o, *moved = _step(
+        call.q,
+        call.k,
+        call.v,
+        list(call.taps),
+        window,
+        call.gate.flatten(2),
+        call.beta,
+        call.A_log,
+        call.dt_bias,
+        call.lower_bound or 0.0,
+        state,
+        call.out_gate.flatten(2),
+        call.norm,
+        call.eps,
+        call.real,
+        None if call.packing is None else call.packing.cu_seqlens,
+        call.records,
+    )
+    if moved:
+        writes, k, g = moved
+        moved = k.view(call.gate.shape), g.view(call.gate.shape), writes.view(call.out_gate.shape)
+    return o.view(call.out_gate.shape), state, window, moved or None
+
+
+def _own(x: Tensor | None, overwrite: bool, dtype: torch.dtype) -> Tensor | None:
+    """`x` itself if it may be written, else a copy."""
+    if x is None or (overwrite and x.dtype == dtype and x.is_contiguous() and writable(x)):
+        return x
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    f"{OPERATORS}::step",
+    mutates_args=("window", "state"),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] taps, Tensor(a!)? window, Tensor gate, Tensor beta, Tensor A_log, "
+    "Tensor dt_bias, float bound, Tensor(b!) state, Tensor? out_gate, Tensor? norm, float eps, Tensor? real, "
+    "Tensor? cu_seqlens, bool records) -> Tensor[]",
+)
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    taps: Sequence[Tensor],
+    window: Tensor | None,
+    gate: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    bound: float,
+    state: Tensor,
+    out_gate: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    real: Tensor | None,
+    cu_seqlens: Tensor | None,
+    records: bool,
+) -> list[Tensor]:
+    """See `kernels_kda.step`. Without `taps` there is no convolution, without `norm` no normalisation. Returns o, and
+    with `records` what was written, and with `taps` k and the log decay, each flat in its heads."""
+    from .kernels_kda import step
+
+    (B, T), (N, H, V, K) = q.shape[:2], state.shape
+    outputs = _empty(q, v, state, bool(taps), records)
+    if not (B and T and N):
+        return outputs
+    o, writes, to_k, to_g = (*outputs, None, None, None)[:4]
+    Q, BV = max(4, _power(K)) // 4, _power(V)
+    q, k, v, gate, beta = (_rows(x) for x in (q, k, v, gate, beta))
+    if q.stride(0) != k.stride(0):
+        q, k = q.contiguous(), k.contiguous()
+    out_gate = None if out_gate is None else _rows(out_gate)
+    q_taps, k_taps, v_taps = (x.contiguous() for x in taps) if taps else (None, None, None)
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        step[(N * H,)](
+            q,
+            k,
+            v,
+            q.stride(0),
+            v.stride(0),
+            q_taps,
+            k_taps,
+            v_taps,
+            window,
+            gate,
+            gate.stride(0),
+            beta,
+            beta.stride(0),
+            A_log.contiguous(),
+            dt_bias.contiguous(),
+            state,
+            out_gate,
+            0 if out_gate is None else out_gate.stride(0),
+            norm,
+            eps,
+            real,
+            cu_seqlens,
+            o,
+            to_k,
+            to_g,
+            writes,
+            T,
+            H,
+            K=K,
+            V=V,
+            W=taps[0].shape[1] if taps else 1,
+            Q=Q,
+            BV=BV,
+            BOUND=bound,
+            UNIT_EPS=UNIT_EPS,
+            CONVOLVES=bool(taps),
+            NORMALISES=norm is not None,
+            MASKED=real is not None,
+            PACKED=cu_seqlens is not None,
+            RECORDS=records,
+            num_warps=max(1, Q * BV // 1024),
+        )
+    return outputs
+
+
+@_step.register_fake
+def _(q, k, v, taps, window, gate, beta, A_log, dt_bias, bound, state, out_gate, norm, eps, real, cu_seqlens, records):
+    return _empty(q, v, state, bool(taps), records)
+
+
+def _empty(q: Tensor, v: Tensor, state: Tensor, convolves: bool, records: bool) -> list[Tensor]:
+    """o `[B, T, HV]`, and what is recorded."""
+    (B, T), (_, H, V, K) = q.shape[:2], state.shape
+    widths = ([H * V, H * K, H * K] if convolves else [H * V]) if records else []
+    return [v.new_empty(B, T, H * V)] + [q.new_empty(B, T, width, dtype=torch.float32) for width in widths]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`[B, T, width]` to `[B * T, width]`, each row in one piece."""
+    x = x.flatten(0, 1)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _power(x: int) -> int:
+    """The next power of 2."""
+    return 1 << (x - 1).bit_length()
+
+
+BACKEND = sys.modules[__name__]
