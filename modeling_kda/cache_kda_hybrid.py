@@ -79,6 +79,7 @@ class KdaHybridCache(Cache):
         self.max_cache_len = max_cache_len
         self.unfinished = False  # whether a forward has moved some layers on, and not all
         self.verifying = False  # whether `generate` goes on from these tokens with drafts
+        self.unpadded = False  # whether `generate` has seen that its mask has no pads
         # Tokens seen. With `max_cache_len` a tensor on the device, whose value no compiled code depends on.
         self._length: int | Tensor = 0 if max_cache_len is None else _counter(0, "cpu")
 

@@ -1,15 +1,17 @@
 """How `generate` of transformers meets a memory with recurrent states: which cache it makes, what it feeds to one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import CompileConfig, GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 
 from .cache_kda_hybrid import KdaHybridCache
 from .cache_memory import RECORD
 from .compat_transformers import CACHE_NAME, one_cache
+from .generation_graph import StepGraph
 
 
 class KdaGenerationMixin(GenerationMixin):
@@ -76,9 +78,12 @@ class KdaGenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """As in transformers; of a prompt that is verified together with drafts, what its cache has not seen."""
-        cache = kwargs.get(CACHE_NAME)
-        if isinstance(cache, KdaHybridCache) and cache.verifying and kwargs.get("is_first_iteration"):
-            next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
+        cache, begins = kwargs.get(CACHE_NAME), kwargs.get("is_first_iteration")
+        if isinstance(cache, KdaHybridCache):
+            if cache.verifying and begins:
+                next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
+            if cache.unpadded and not begins:
+                kwargs["attention_mask"] = None
         return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -91,7 +96,20 @@ class KdaGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Puts a `KdaHybridCache` where `generate` would put its own."""
+        """Puts a `KdaHybridCache` where `generate` would put its own, and sees whether there are pads, once for all."""
+        self._put_cache(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
+        if isinstance(cache, KdaHybridCache):
+            cache.unpadded = mask is not None and mask.ndim == 2 and bool(mask.all())
+
+    def _put_cache(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
         kind, given = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME)
         if given is not None and generation_config.is_assistant:
             return  # its own, from the round before
@@ -119,6 +137,13 @@ class KdaGenerationMixin(GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()  # its drafts may be taken back
         model_kwargs[CACHE_NAME] = cache
+
+    def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
+        """What runs a decoding step on a static cache: a CUDA graph, or with a `compile_config`, or one in the model's
+        `generation_config`, what torch compiles."""
+        if compile_config is None and getattr(self.generation_config, "compile_config", None) is None:
+            return StepGraph(self)
+        return super().get_compiled_call(compile_config)
 
     @staticmethod
     def create_masks_for_generate(*, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ Legend: B batch, T tokens, H heads, K key width, V value width, W taps, N docume
 try:  # in a `try`, so that a reader of exported model code does not need triton; who imports this file does
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
     raise
 
@@ -99,6 +100,7 @@ def step(
     MASKED: tl.constexpr,
     PACKED: tl.constexpr,
     RECORDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A few tokens of one head of one document: from the convolutions' inputs to the normalised output.
 
@@ -120,6 +122,8 @@ def step(
     S2 = tl.load(place + 2 * Q, in_value[:, None] & (quarter + 2 * Q < K)[None, :], other=0.0)
     S3 = tl.load(place + 3 * Q, in_value[:, None] & (quarter + 3 * Q < K)[None, :], other=0.0)
 
+    if EARLY:
+        gdc_wait()
     both = tl.arange(0, 2 * BK)  # q, then k
     of_k, channel = both >= BK, h * K + both % BK
     in_both = both % BK < K

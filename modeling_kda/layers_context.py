@@ -186,6 +186,11 @@ class ForwardContext:
             self._elsewhere[device] = moved
         return self._elsewhere[device]
 
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing to pack or unpack."""
+        return self.packing is None and self.real is None
+
     def pack(self, x: Tensor) -> Tensor:
         """`[B, T, D]` to its real tokens `[1, P, D]`; `x` as it is if every row is a document without pads."""
         if self.packing is None:

@@ -12,6 +12,7 @@ from .cache_memory import Record
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .ops_kda import MixerCall, mixer
+from .ops_linear import add, linears
 
 
 class ShortConvolution(nn.Conv1d):
@@ -69,24 +70,42 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(values, hidden, bias=False)
 
-    def forward(self, hidden_states: Tensor, context: ForwardContext, cache: KdaHybridCache | None) -> Tensor:
-        """`[B, T, hidden]` to the same; pads give zeros. The cache's memory of this layer moves on."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: ForwardContext,
+        cache: KdaHybridCache | None,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """`[B, T, hidden]` to the same; pads give zeros. The cache's memory of this layer moves on.
+
+        Args:
+            norm: of `hidden_states`, before anything else.
+            residual: `[B, T, hidden]`, added at last.
+        """
         if context.parts:
             pieces = hidden_states.split([part.shape[1] for part in context.parts], 1)
-            return torch.cat([self.forward(*piece, cache) for piece in zip(pieces, context.parts)], 1)
+            y = torch.cat([self.forward(*piece, cache, norm) for piece in zip(pieces, context.parts)], 1)
+            return y if residual is None else residual + y
         memory = None if cache is None else cache.layers[self.layer_idx]
         overwrite = memory is not None and memory.begin(hidden_states.device)
         x = context.pack(hidden_states)
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        out_gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        last = self.g_proj if self.full_rank_gate else self.g_a_proj
+        first = [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, last]
+        q, k, v, gate, beta, out_gate = linears([x] * 6, first, norm)
+        if self.full_rank_gate:
+            [gate] = linears([gate], [self.f_b_proj])
+        else:
+            gate, out_gate = linears([gate, out_gate], [self.f_b_proj, self.g_b_proj])
         call = MixerCall(
             q=q,
             k=k,
             v=v,
             taps=(self.q_conv1d(), self.k_conv1d(), self.v_conv1d()),
             window=None if memory is None else memory.window,
-            gate=self.f_b_proj(self.f_a_proj(x)).unflatten(-1, self.keys),  # [B, T, H, K]
-            beta=self.b_proj(x),  # [B, T, H]
+            gate=gate.unflatten(-1, self.keys),  # [B, T, H, K]
+            beta=beta,  # [B, T, H]
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             lower_bound=self.lower_bound,
@@ -106,4 +125,8 @@ class KimiDeltaAttention(nn.Module):
                 moved = (*moved, torch.cat([q, k, v], -1))
                 record = Record(*(context.unpack(y.detach()) for y in moved), context.real)
             memory.update(state, window, record)
-        return context.unpack(self.o_proj(o.flatten(-2)))
+        o = o.flatten(-2)  # [B, T, H * V]
+        if context.plain:
+            return add(residual, o, self.o_proj)
+        y = context.unpack(self.o_proj(o))
+        return y if residual is None else residual + y

@@ -13,6 +13,7 @@ from .cache_kda_hybrid import KdaHybridCache
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .layers_mlp import RMSNorm
+from .ops_linear import add, linears
 from .ops_reference import wide
 
 
@@ -41,15 +42,26 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.value, hidden, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, context: ForwardContext, cache: KdaHybridCache | None
+        self,
+        hidden_states: Tensor,
+        context: ForwardContext,
+        cache: KdaHybridCache | None,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`[B, T, hidden]` to the same, and the attention weights `[B, H, T, S]` where they are at hand."""
-        if self.config.q_lora_rank is None:
-            q = self.q_proj(hidden_states)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        """`[B, T, hidden]` to the same, and the attention weights `[B, H, T, S]` where they are at hand.
+
+        Args:
+            norm: of `hidden_states`, before anything else.
+            residual: `[B, T, hidden]`, added at last.
+        """
+        first = [self.q_proj if self.config.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa]
+        first += [self.g_proj] if self.config.attention_output_gate else []
+        q, latent, *gate = linears([hidden_states] * len(first), first, norm)
+        if self.config.q_lora_rank is not None:
+            [q] = linears([q], [self.q_b_proj], self.q_a_layernorm)
         q = q.unflatten(-1, (self.heads, self.nope + self.shared))  # [B, T, H, N + P]
-        latent, shared = self.kv_a_proj_with_mqa(hidden_states).split([self.latent, self.shared], -1)
+        latent, shared = latent.split([self.latent, self.shared], -1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], -1)
         if cache is not None:
             rows = cache.layers[self.layer_idx].update(rows, context.at)  # [B, S, L + P]
@@ -58,9 +70,9 @@ class MultiHeadLatentAttention(nn.Module):
         else:
             o, weights = self._expanded(q, rows, context)
         o = o.flatten(-2)  # [B, T, H * V]
-        if self.config.attention_output_gate:
-            o = o * torch.sigmoid(self.g_proj(hidden_states))
-        return self.o_proj(o), weights
+        if gate:
+            o = o * torch.sigmoid(gate[0])
+        return add(residual, o, self.o_proj), weights
 
     def _expanded(self, q: Tensor, rows: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Keys and values of every head, and the attention function in use."""

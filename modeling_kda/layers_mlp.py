@@ -4,6 +4,7 @@ Legend: X tokens of all rows, D hidden size, L width in which the routed experts
 width of an expert, E experts, A experts a token uses.
 """
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
 
 from .configuration_kda_hybrid import KdaHybridConfig
+from .ops_kda import allowed
+from .ops_linear import add, gated
+from .ops_moe import BACKEND as ops_moe
 from .ops_reference import OPERATORS, wide, without_autocast
 from .weights_mxfp4 import BLOCK, decode
 
@@ -85,6 +89,10 @@ class GatedActivation(nn.Module):
         self.situ = config.hidden_act == "situ"
         self.betas = (config.situ_beta or 1.0, config.situ_linear_beta or None)  # 0 is none, as released
         self.act_fn = None if self.situ else ACT2FN[config.hidden_act]
+        # The betas of `kernels_linear.activated`, where 0 is none; None: it does not know this activation.
+        self.fused = (0.0, 0.0) if config.hidden_act in ("silu", "swish") else None
+        if self.situ:
+            self.fused = (self.betas[0], self.betas[1] or 0.0)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         return situ(gate, up, *self.betas) if self.situ else self.act_fn(gate) * up
@@ -100,8 +108,9 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
         self.activation = GatedActivation(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
+        """`[..., D]` to the same. norm: of x. residual: added at last."""
+        return add(residual, gated(x, self.gate_proj, self.up_proj, self.activation, norm), self.down_proj)
 
 
 class Router(nn.Module):
@@ -153,9 +162,34 @@ def one_by_one(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, t
     return total.to(hidden_states.dtype)
 
 
+def few_at_once(experts_class: type[nn.Module]) -> type[nn.Module]:
+    """Decorates a class of experts: `ops_moe` runs a few tokens if it can, unless "eager" is chosen.
+
+    Within `forward`, so that hooks come first: they may bring the weights, or change the routing.
+    """
+    forward = experts_class.forward
+
+    @wraps(forward)
+    def first(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        # Not by attribute, which would compute what is not there: an adapter's sum, say.
+        weights = [self._parameters.get(name) for name in self.WEIGHTS]
+        wanted = self._model_config._experts_implementation != "eager" and allowed(ops_moe.NAME)
+        known = self.activation.fused is not None and all(type(x) is nn.Parameter for x in weights)
+        if wanted and known and not (ops_moe.why_not() or ops_moe.refuses(*inputs, *weights)):
+            return ops_moe.run(*inputs, *weights, betas=self.activation.fused)
+        return forward(self, *inputs)
+
+    experts_class.forward = first
+    return experts_class
+
+
+@few_at_once
 @use_experts_implementation
 class Experts(nn.Module):
     """The routed experts' gated MLPs in two tensors; transformers' `experts_implementation` says how they are run."""
+
+    WEIGHTS = ("gate_up_proj", "down_proj")
 
     def __init__(self, config: KdaHybridConfig):
         super().__init__()
@@ -221,6 +255,7 @@ packed_linear.register_autograd(
 )
 
 
+@few_at_once
 class PackedExperts(nn.Module):
     """`Experts` in MXFP4, as a Kimi K3 checkpoint holds them. An expert is decoded when tokens come to it.
 
@@ -228,10 +263,12 @@ class PackedExperts(nn.Module):
     places and offloads them: bytes, which `requires_grad_(True)` refuses and `num_parameters()` counts as they are.
     """
 
+    WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_scale", "down_proj_scale")
+
     def __init__(self, config: KdaHybridConfig):
         super().__init__()
         experts, latent, width = config.num_experts, config.routed_width, config.moe_intermediate_size
-        self.num_experts = experts
+        self.num_experts, self._model_config = experts, config
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(experts, *shape, dtype=torch.uint8), requires_grad=False)
@@ -277,8 +314,11 @@ class SparseMLP(nn.Module):
             else None
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, T, D]` to the same, and the router logits `[B * T, E]`."""
+    def forward(
+        self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`[B, T, D]` to the same, and the router logits `[B * T, E]`. norm: of x. residual: added at last."""
+        x = x if norm is None else norm(x)
         flat = x.flatten(0, 1)
         logits, weights, experts = self.gate(flat)
         y = self.experts(self.routed_expert_down_proj(flat) if self.latent else flat, experts, weights)
@@ -287,4 +327,5 @@ class SparseMLP(nn.Module):
         if self.latent:
             y = self.routed_expert_up_proj(y)
         y = y.view_as(x)
-        return (y if self.shared_experts is None else y + self.shared_experts(x)), logits
+        y = y if self.shared_experts is None else self.shared_experts(x, residual=y)
+        return (y if residual is None else residual + y), logits

@@ -63,18 +63,16 @@ class KdaHybridDecoderLayer(GradientCheckpointingLayer):
         x = self._mixed(blocks, total, "self_attention")
         if self.starts_block:
             blocks, total = (*blocks, total), None
-        x = self.input_layernorm(x)
         if self.linear:
-            x = self.self_attn(x, context, cache)
+            total = self.self_attn(x, context, cache, self.input_layernorm, total)
         else:
-            x, weights = self.self_attn(x, context, cache)
-        total = x if total is None else total + x
-        x = self.post_attention_layernorm(self._mixed(blocks, total, "mlp"))
+            total, weights = self.self_attn(x, context, cache, self.input_layernorm, total)
+        x = self._mixed(blocks, total, "mlp")
         if self.sparse:
-            x, logits = self.mlp(x)
+            total, logits = self.mlp(x, self.post_attention_layernorm, total)
         else:
-            x = self.mlp(x)
-        return total + x, weights, logits
+            total = self.mlp(x, self.post_attention_layernorm, total)
+        return total, weights, logits
 
     def _mixed(self, blocks: tuple[Tensor, ...], total: Tensor, reader: str) -> Tensor:
         if not self.mixes:
@@ -399,7 +397,7 @@ def _check_ids(ids: Tensor, size: int) -> None:
         )
 
 
-class KdaHybridForCausalLM(KdaHybridPreTrainedModel, KdaGenerationMixin):
+class KdaHybridForCausalLM(KdaGenerationMixin, KdaHybridPreTrainedModel):
     """The decoder with a language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -45,7 +45,7 @@ def kda(call: KdaCall) -> tuple[Tensor, Tensor]:
 
 def mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
     """A KDA layer between its projections; see `MixerCall` for what goes in and comes out."""
-    if _choice in ("auto", ops_triton.NAME) and not (ops_triton.why_not() or ops_triton.refuses_mixer(call)):
+    if allowed(ops_triton.NAME) and not (ops_triton.why_not() or ops_triton.refuses_mixer(call)):
         with without_autocast(call.q):
             return ops_triton.run_mixer(call)
     return compose(call, kda)
@@ -68,6 +68,11 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _choice = before
+
+
+def allowed(name: str) -> bool:
+    """Whether the user leaves the choice to run kernels of this backend."""
+    return _choice in ("auto", name)
 
 
 def backend_report() -> str:

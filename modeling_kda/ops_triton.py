@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @torch.compiler.assume_constant_result
 def why_not() -> str | None:
     """Why this backend cannot run here, or None."""
-    if not (_interprets() or torch.cuda.is_available()):
+    if not (interprets() or torch.cuda.is_available()):
         return "there is no CUDA device"
     try:
         from .kernels_kda import step  # noqa: F401
@@ -39,8 +40,16 @@ def why_not() -> str | None:
     return None
 
 
-def _interprets() -> bool:
+def interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def early(x: Tensor) -> dict[str, bool]:
+    """Arguments of a launch on the device of `x`: in a CUDA graph, from Hopper on, it may begin early."""
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    begins = captured and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if begins else {"EARLY": False}
 
 
 def refuses(call: KdaCall) -> str | None:
@@ -58,7 +67,7 @@ def refuses_mixer(call: MixerCall) -> str | None:
 
 def _refuses(tensors: Sequence[Tensor | None], tokens: int, key: int, value: int) -> str | None:
     device = tensors[0].device.type
-    if device != "cuda" and not (device == "cpu" and _interprets()):
+    if device != "cuda" and not (device == "cpu" and interprets()):
         return f"tensors on {device!r}"
     if tensors[0].dtype not in DTYPES:
         return f"dtype {tensors[0].dtype}"
@@ -76,7 +85,9 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
     state = _own(call.state, call.overwrite_state, torch.float32)
     if state is None:
         state = call.initial_state(torch.float32)
-    o, *moved = _step(
+    o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    writes = None if call.writes is None else torch.empty_like(o, dtype=torch.float32)
+    _step(
         call.q.flatten(2),
         call.k.flatten(2),
         call.v.flatten(2),
@@ -93,23 +104,30 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
         0.0,
         None,
         call.cu_seqlens,
-        call.writes is not None,
+        o,
+        None,
+        None,
+        writes,
     )
-    if call.writes is not None:
-        call.writes.copy_(moved[0].view_as(call.v))
-    return o.view_as(call.v), state
+    if writes is not None:
+        call.writes.copy_(writes)
+    return o, state
 
 
 def run_mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
     """`MixerCall` in one kernel."""
+    (H, K), V = call.gate.shape[2:], call.out_gate.shape[-1]
     state = _own(call.state, call.overwrite, torch.float32)
     if state is None:
-        (H, K), V = call.gate.shape[2:], call.out_gate.shape[-1]
         state = torch.zeros(call.num_documents, H, V, K, dtype=torch.float32, device=call.q.device)
     window = _own(call.window, call.overwrite, call.q.dtype)
     if window is None:
         window = call.initial_window()
-    o, *moved = _step(
+    o, k, g, writes = call.v.new_empty(call.out_gate.shape), None, None, None
+    if call.records:
+        k, g = (torch.empty(call.gate.shape, dtype=torch.float32, device=o.device) for _ in range(2))
+        writes = torch.empty_like(o, dtype=torch.float32)
+    _step(
         call.q,
         call.k,
         call.v,
@@ -126,12 +144,12 @@ def run_mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
         call.eps,
         call.real,
         None if call.packing is None else call.packing.cu_seqlens,
-        call.records,
+        o,
+        k,
+        g,
+        writes,
     )
-    if moved:
-        writes, k, g = moved
-        moved = k.view(call.gate.shape), g.view(call.gate.shape), writes.view(call.out_gate.shape)
-    return o.view(call.out_gate.shape), state, window, moved or None
+    return o, state, window, (k, g, writes) if call.records else None
 
 
 def _own(x: Tensor | None, overwrite: bool, dtype: torch.dtype) -> Tensor | None:
@@ -141,12 +159,13 @@ def _own(x: Tensor | None, overwrite: bool, dtype: torch.dtype) -> Tensor | None
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
+# It writes into what it gets: an operator that changes its inputs must not return a list as well.
 @torch.library.custom_op(
     f"{OPERATORS}::step",
-    mutates_args=("window", "state"),
+    mutates_args=("window", "state", "o", "to_k", "to_g", "writes"),
     schema="(Tensor q, Tensor k, Tensor v, Tensor[] taps, Tensor(a!)? window, Tensor gate, Tensor beta, Tensor A_log, "
     "Tensor dt_bias, float bound, Tensor(b!) state, Tensor? out_gate, Tensor? norm, float eps, Tensor? real, "
-    "Tensor? cu_seqlens, bool records) -> Tensor[]",
+    "Tensor? cu_seqlens, Tensor(c!) o, Tensor(d!)? to_k, Tensor(e!)? to_g, Tensor(f!)? writes) -> ()",
 )
 def _step(
     q: Tensor,
@@ -165,17 +184,17 @@ def _step(
     eps: float,
     real: Tensor | None,
     cu_seqlens: Tensor | None,
-    records: bool,
-) -> list[Tensor]:
-    """See `kernels_kda.step`. Without `taps` there is no convolution, without `norm` no normalisation. Returns o, and
-    with `records` what was written, and with `taps` k and the log decay, each flat in its heads."""
+    o: Tensor,
+    to_k: Tensor | None,
+    to_g: Tensor | None,
+    writes: Tensor | None,
+) -> None:
+    """See `kernels_kda.step`. Without `taps` there is no convolution, without `norm` no normalisation."""
     from .kernels_kda import step
 
     (B, T), (N, H, V, K) = q.shape[:2], state.shape
-    outputs = _empty(q, v, state, bool(taps), records)
     if not (B and T and N):
-        return outputs
-    o, writes, to_k, to_g = (*outputs, None, None, None)[:4]
+        return
     Q, BV = max(4, _power(K)) // 4, _power(V)
     q, k, v, gate, beta = (_rows(x) for x in (q, k, v, gate, beta))
     if q.stride(0) != k.stride(0):
@@ -223,22 +242,15 @@ def _step(
             NORMALISES=norm is not None,
             MASKED=real is not None,
             PACKED=cu_seqlens is not None,
-            RECORDS=records,
+            RECORDS=writes is not None,
             num_warps=max(1, Q * BV // 1024),
+            **early(q),
         )
-    return outputs
 
 
 @_step.register_fake
-def _(q, k, v, taps, window, gate, beta, A_log, dt_bias, bound, state, out_gate, norm, eps, real, cu_seqlens, records):
-    return _empty(q, v, state, bool(taps), records)
-
-
-def _empty(q: Tensor, v: Tensor, state: Tensor, convolves: bool, records: bool) -> list[Tensor]:
-    """o `[B, T, HV]`, and what is recorded."""
-    (B, T), (_, H, V, K) = q.shape[:2], state.shape
-    widths = ([H * V, H * K, H * K] if convolves else [H * V]) if records else []
-    return [v.new_empty(B, T, H * V)] + [q.new_empty(B, T, width, dtype=torch.float32) for width in widths]
+def _(*args: Any) -> None:
+    pass
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,0 +1,185 @@
+"""ops_linear.py against the layers in float64: on a GPU, or by Triton's interpreter (TRITON_INTERPRET=1) on the CPU."""
+
+import copy
+
+import pytest
+import torch
+from helpers import TOLERANCE, assert_close, k3_model, tiny_config, tiny_model, token_ids
+from torch import nn
+
+from modeling_kda import KdaHybridCache, kernels_linear, ops_linear, use_backend
+from modeling_kda.layers_mlp import GatedActivation, RMSNorm
+from modeling_kda.ops_linear import add, gated, linears
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """The names of the kernels that are launched."""
+    names = []
+
+    class Watched:
+        def __init__(self, name: str):
+            self.name, self.kernel = name, getattr(kernels_linear, name)
+
+        def __getitem__(self, grid):
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("linears", "added", "gated"):
+        monkeypatch.setattr(kernels_linear, name, Watched(name))
+    return names
+
+
+def layer_of(inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias).to(DEVICE, dtype)
+
+
+def norm_of(width: int, dtype: torch.dtype) -> RMSNorm:
+    norm = RMSNorm(width, 1e-5)
+    norm.weight.copy_(torch.randn(width))
+    return norm.to(DEVICE, dtype)
+
+
+def row(width: int, dtype: torch.dtype, *before: int) -> torch.Tensor:
+    return torch.randn(*(before or (1, 1)), width, dtype=dtype, device=DEVICE)
+
+
+def exact(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module).double()
+
+
+def check(got, want, dtype):
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    assert_close(got.double(), want, absolute=0, relative=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("widths", [[7], [33, 1, 16], [40, 40, 50, 12, 3, 12]])
+@pytest.mark.parametrize("C", [12, 300])
+def test_linears_are_layers_side_by_side(launched, C, widths, with_norm, dtype):
+    torch.manual_seed(0)
+    layers, norm, x = [layer_of(C, n, dtype) for n in widths], norm_of(C, dtype) if with_norm else None, row(C, dtype)
+    got = linears([x] * len(layers), layers, norm)
+    assert launched == ["linears"]
+    y = x.double() if norm is None else exact(norm)(x.double())
+    for one, layer in zip(got, layers):
+        check(one, exact(layer)(y), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linears_have_inputs_of_their_own(launched, dtype):
+    torch.manual_seed(0)
+    wide = row(50, dtype)
+    xs, layers = list(wide.split([30, 20], -1)), [layer_of(30, 9, dtype), layer_of(20, 40, dtype)]
+    got = linears(xs, layers)
+    assert launched == ["linears"]
+    for one, x, layer in zip(got, xs, layers):
+        check(one, exact(layer)(x.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("C", [12, 1024, 1300])
+def test_add_is_a_layer_and_a_sum(launched, C, dtype):
+    torch.manual_seed(0)
+    x, layer, residual = row(C, dtype), layer_of(C, 21, dtype), row(21, dtype)
+    check(add(residual, x, layer), residual.double() + exact(layer)(x.double()), dtype)
+    assert launched == ["added"]
+    check(add(None, x, layer), exact(layer)(x.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(
+    "act", [{}, {"hidden_act": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0}, {"hidden_act": "situ"}], ids=str
+)
+def test_gated_is_two_layers_and_an_activation(launched, act, with_norm, dtype):
+    torch.manual_seed(0)
+    activation, norm = GatedActivation(tiny_config(**act)), norm_of(600, dtype) if with_norm else None
+    x, gate, up = row(600, dtype), layer_of(600, 21, dtype), layer_of(600, 21, dtype)
+    gate.weight.mul_(20)  # into the bends
+    got = gated(x, gate, up, activation, norm)
+    assert launched == ["gated"]
+    y = x.double() if norm is None else exact(norm)(x.double())
+    check(got, activation(exact(gate)(y), exact(up)(y)), dtype)
+
+
+def hooked(layer: nn.Linear) -> nn.Linear:
+    layer.register_forward_hook(lambda module, inputs, output: output + 1)
+    return layer
+
+
+def replaced(layer: nn.Linear) -> nn.Linear:
+    """As accelerate does it."""
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) + 1
+    return layer
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+NOT_FUSED = {
+    "two rows": lambda: (row(12, torch.bfloat16, 2, 1), layer_of(12, 9, torch.bfloat16)),
+    "two tokens": lambda: (row(12, torch.bfloat16, 1, 2), layer_of(12, 9, torch.bfloat16)),
+    "float32": lambda: (row(12, torch.float32), layer_of(12, 9, torch.float32)),
+    "a bias": lambda: (row(12, torch.bfloat16), layer_of(12, 9, torch.bfloat16, bias=True)),
+    "a hook": lambda: (row(12, torch.bfloat16), hooked(layer_of(12, 9, torch.bfloat16))),
+    "another forward": lambda: (row(12, torch.bfloat16), replaced(layer_of(12, 9, torch.bfloat16))),
+    "another class": lambda: (row(12, torch.bfloat16), Adapted(12, 9, bias=False).to(DEVICE, torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FUSED)
+def test_layers_run_themselves_where_more_is_to_happen(launched, case):
+    x, layer = NOT_FUSED[case]()
+    assert torch.equal(linears([x], [layer])[0], layer(x))
+    residual = torch.randn_like(layer(x))
+    assert torch.equal(add(residual, x, layer), residual + layer(x))
+    activation = GatedActivation(tiny_config())
+    assert torch.equal(gated(x, layer, layer, activation), activation(layer(x), layer(x)))
+    assert launched == []
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_layers_run_themselves_if_the_user_says_so(launched, backend):
+    x, layer = row(12, torch.bfloat16), layer_of(12, 9, torch.bfloat16)
+    with use_backend(backend):
+        linears([x], [layer])
+    assert launched == []
+
+
+def test_gradients_go_through_the_layers(launched):
+    x, layer = row(12, torch.bfloat16), layer_of(12, 9, torch.bfloat16)
+    with torch.enable_grad():
+        linears([x], [layer])[0].sum().backward()
+    assert layer.weight.grad is not None
+    assert launched == []
+
+
+@pytest.mark.parametrize("make", [tiny_model, k3_model])
+def test_model_decodes_with_kernels_as_without(launched, make):
+    model, ids = make(mlp_layer_types=["dense"] * 4) if make is tiny_model else make(), token_ids(9)
+    model, ids = model.to(DEVICE, torch.bfloat16), ids.to(DEVICE)
+    logits = []
+    for backend in ("auto", "torch"):
+        cache = KdaHybridCache(model.config)
+        with use_backend("torch"):
+            model(ids[:, :8], cache=cache)
+        with use_backend(backend):
+            logits.append(model(ids[:, 8:], cache=cache).logits)
+    assert {"linears", "added", "gated"} <= set(launched)
+    assert_close(logits[0].float(), logits[1].float(), absolute=0, relative=0.05)
+    assert ops_linear.why_not() is None
