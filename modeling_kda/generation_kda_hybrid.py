@@ -96,7 +96,7 @@ class KdaGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Puts a `KdaHybridCache` where `generate` would put its own, and sees whether there are pads, once for all."""
+        """Puts a `KdaHybridCache` where `generate` would put its own, and looks for pads, once for all steps."""
         self._put_cache(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         if isinstance(cache, KdaHybridCache):

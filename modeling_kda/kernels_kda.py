@@ -107,12 +107,11 @@ def step(
     The state is read once and written once. It lies in four tiles `[BV, Q]`, whose products are added before they are
     summed: few threads then share a row, and a sum is short. q and k are one vector, so that no thread repeats what
     another does. One program owns all channels of its head: it may write the window where it lies, and normalise.
+    EARLY is explained in `kernels_linear`; the state was written by another launch of the graph, or long before.
     """
+    if EARLY:
+        gdc_launch_dependents()
     n, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, tokens = n * T, T
-    if PACKED:
-        first = tl.load(cu_seqlens + n).to(tl.int64)
-        tokens = (tl.load(cu_seqlens + n + 1) - first).to(tl.int32)
     BK: tl.constexpr = 4 * Q
     value, quarter, key = tl.arange(0, BV), tl.arange(0, Q), tl.arange(0, BK)
     in_value, in_key = value < V, key < K
@@ -124,6 +123,10 @@ def step(
 
     if EARLY:
         gdc_wait()
+    first, tokens = n * T, T
+    if PACKED:
+        first = tl.load(cu_seqlens + n).to(tl.int64)
+        tokens = (tl.load(cu_seqlens + n + 1) - first).to(tl.int32)
     both = tl.arange(0, 2 * BK)  # q, then k
     of_k, channel = both >= BK, h * K + both % BK
     in_both = both % BK < K

@@ -8,7 +8,6 @@ Legend: B batch, T tokens, H heads, K key width, V value width, W taps, N docume
 """
 
 import contextlib
-import os
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .ops_mixer import MixerCall
 from .ops_reference import OPERATORS
+from .ops_triton import interprets
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,7 +30,7 @@ ELEMENTS, TILES = 2048, 8  # of one tile of the norm; tiles whose gradients of t
 def refuses_glue(call: MixerCall) -> str | None:
     """Why `convolve` and `normalise` cannot run `call`, or None."""
     device, dtypes = call.q.device.type, {x.dtype for x in (call.q, call.k, call.v)}
-    if device != "cuda" and not (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    if device != "cuda" and not (device == "cpu" and interprets()):
         return f"tensors on {device!r}"
     if len(dtypes) > 1 or call.q.dtype not in DTYPES:
         return f"dtype {', '.join(sorted(map(str, dtypes)))}"

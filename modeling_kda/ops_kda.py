@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 # As names of the modules: exported model code cannot say `from . import ops_torch`.
 from .ops_fla import BACKEND as ops_fla
+from .ops_glue import convolve, normalise, refuses_glue
 from .ops_mixer import MixerCall, Moved, compose
 from .ops_reference import BACKEND as ops_reference
 from .ops_reference import KdaCall, without_autocast
@@ -24,7 +25,8 @@ from .ops_triton import BACKEND as ops_triton
 
 logger = logging.get_logger(__name__)
 
-BACKENDS = (ops_triton, ops_fla, ops_torch, ops_reference)  # in order of preference
+# In order of preference. fla's comes last, for who asks for it by name: its results have not been compared on a GPU.
+BACKENDS = (ops_triton, ops_torch, ops_reference, ops_fla)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _choice = "auto"  # a plain global, which torch.compile can read
 
@@ -48,6 +50,8 @@ def mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
     if allowed(ops_triton.NAME) and not (ops_triton.why_not() or ops_triton.refuses_mixer(call)):
         with without_autocast(call.q):
             return ops_triton.run_mixer(call)
+    if _choice not in (ops_torch.NAME, ops_reference.NAME) and not (ops_triton.why_not() or refuses_glue(call)):
+        return compose(call, kda, convolve, normalise)
     return compose(call, kda)
 
 

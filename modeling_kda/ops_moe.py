@@ -23,7 +23,8 @@ PROGRAMS = 264  # Two for each of an H200's multiprocessors: fewer cannot ask fo
 
 
 class Tile(NamedTuple):
-    """How a launch is cut: the most rows of the weight a program has, columns it takes at once, warps, stages."""
+    """How a launch is cut: the most rows of the weight a program has, columns it takes at once (half as many of
+    float32), warps, stages."""
 
     rows: int
     columns: int
@@ -31,7 +32,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-GATE_UP, DOWN = Tile(16, 256, 4, 3), Tile(16, 1024, 4, 3)
+GATE_UP, DOWN = Tile(16, 256, 4, 3), Tile(8, 1024, 4, 3)
 # More numbers for each load of x, which costs as much as decoding some; fewer words than threads in a row of the tile,
 # or x goes through shared memory.
 PACKED_GATE_UP, PACKED_DOWN = Tile(32, 512, 4, 2), Tile(16, 512, 4, 2)
@@ -129,7 +130,7 @@ def _gate_up(
     from .kernels_moe import gate_up
 
     (X, L), A, (E, rows) = x.shape, index.shape[1], weight.shape[:2]
-    tile = _cut(GATE_UP if scale is None else PACKED_GATE_UP, rows // 2, X * A, L)
+    tile = _cut(GATE_UP if scale is None else PACKED_GATE_UP, rows // 2, X * A, L, _numbers(weight))
     h = x.new_empty(X, A, rows // 2, dtype=x.dtype if scale is None else torch.float32)
     with _device_of(x):
         gate_up[(_ceil(rows // 2, tile.rows), X * A)](
@@ -160,7 +161,7 @@ def _down(
     from .kernels_moe import down
 
     (X, A, I), (E, L) = h.shape, weight.shape[:2]  # noqa: E741
-    tile = _cut(DOWN if scale is None else PACKED_DOWN, L, X, I)
+    tile = _cut(DOWN if scale is None else PACKED_DOWN, L, X, I, _numbers(weight))
     out = h.new_empty(X, L, dtype=dtype)
     with _device_of(h):
         down[(_ceil(L, tile.rows), X)](
@@ -184,12 +185,12 @@ def _down(
     return out
 
 
-def _cut(tile: Tile, rows: int, times: int, width: int) -> Tile:
+def _cut(tile: Tile, rows: int, times: int, width: int, numbers: int) -> Tile:
     """`tile` with so few rows that `times` products of `rows` rows are `PROGRAMS` programs, and no useless columns."""
     most, columns = tile.rows, 1 << (max(width, BLOCK) - 1).bit_length()
     while most > 4 and times * _ceil(rows, most) < PROGRAMS:
         most //= 2
-    return tile._replace(rows=most, columns=min(tile.columns, columns))
+    return tile._replace(rows=most, columns=min(tile.columns * min(numbers, 8) // 8, columns))
 
 
 def _loaded(weight: Tensor) -> Tensor:

@@ -73,11 +73,11 @@ def check(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -
             assert_close(x, want[name], absolute=1e-30, relative=TOLERANCE[dtype], name=name)
 
 
-def check_convolve(call: MixerCall, arriving: tuple[str, ...] | None = None, function: Callable = convolve) -> None:
+def check_convolve(call: MixerCall, arriving: tuple[str, ...] | None = None) -> None:
     """What the kernels give is what plain torch gives in float64."""
     dtype = call.q.dtype
     want = convolved(ops_mixer.convolve, in_double(call), dtype, arriving)
-    check(convolved(function, there(call), dtype, arriving), want, dtype)
+    check(convolved(convolve, there(call), dtype, arriving), want, dtype)
 
 
 @pytest.mark.parametrize(("T", "dtype"), LENGTHS)
@@ -86,16 +86,17 @@ def test_convolve_is_plain_torch_in_float64_with_gradients(T, dtype):
 
 
 # Where blocks of 8 tokens begin lie no border, one, several, the last; documents are empty, and shorter than windows.
-BORDERS = [[0, 0, 3, 3, 4, 8, 8, 8, 17, 18, 18], [0, 1, 2, 9], [0, 0, 0, 8, 8]]
+BORDERS = [[0, 0, 3, 3, 4, 8, 8, 8, 17, 18, 18], [0, 1, 2, 7, 17], [0, 0, 0, 8, 8]]
+DOCUMENTS = [(borders, 4, with_past) for borders in BORDERS for with_past in (False, True)]
+DOCUMENTS += [(BORDERS[0], 1, True), (BORDERS[1], 2, True)]
 
 
-@pytest.mark.parametrize(("W", "with_past"), [(1, True), (2, True), (4, True), (4, False)])
-@pytest.mark.parametrize("borders", BORDERS, ids=str)
+@pytest.mark.parametrize(("borders", "W", "with_past"), DOCUMENTS, ids=str)
 def test_convolve_keeps_documents_apart(borders, W, with_past):
     check_convolve(make_mixer_call(1, borders[-1], H=1, K=3, V=4, W=W, with_past=with_past, cu_seqlens=borders))
 
 
-@pytest.mark.parametrize(("T", "W"), [(2, 4), (7, 1), (7, 2), (7, 4)])
+@pytest.mark.parametrize(("T", "W"), [(2, 4), (5, 1), (5, 2), (5, 4)])
 def test_convolve_starts_rows_from_zeros(T, W):
     check_convolve(make_mixer_call(2, T, H=1, K=3, V=4, W=W, with_past=False))
 
@@ -144,9 +145,8 @@ def test_convolve_takes_weights_and_gradients_of_any_layout():
     assert not taps[0].is_contiguous()
     found = []
     for function in (convolve, ops_mixer.convolve):
-        total = sum(
-            x.sum() for x in function(replace(call, taps=taps))
-        )  # each of its gradients is one expanded number
+        outputs = function(replace(call, taps=taps))
+        total = sum(x.sum() for x in outputs)  # the gradients that arrive are one expanded number each
         found.append(dict(zip(("q taps", "k taps", "v taps"), torch.autograd.grad(total, taps))))
     check(*found, torch.float32)
 
@@ -164,11 +164,11 @@ def normalised(function: Callable, call: MixerCall, o: Tensor, dtype: torch.dtyp
     return with_gradients({"y": function(*leaves.values(), call.eps)}, leaves, dtype)
 
 
-def check_normalise(call: MixerCall, function: Callable = normalise) -> None:
+def check_normalise(call: MixerCall) -> None:
     dtype, o = call.q.dtype, torch.randn(call.out_gate.shape, generator=torch.Generator().manual_seed(9))
     o = o.to(dtype)
     want = normalised(gated_rms_norm, in_double(call), o.double(), dtype)
-    check(normalised(function, there(call), o.to(DEVICE), dtype), want, dtype)
+    check(normalised(normalise, there(call), o.to(DEVICE), dtype), want, dtype)
 
 
 @pytest.mark.parametrize(("T", "dtype"), LENGTHS)
@@ -198,44 +198,41 @@ def test_normalise_reads_a_slice_of_one_projection():
 GATES = {"shut": -200.0, "almost shut": -30.0, "open": 200.0}
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy's, by the interpreter: the sigmoid is 0 there
 @pytest.mark.parametrize("gate", GATES)
 def test_normalise_takes_any_gate(gate):
     call = make_mixer_call(2, 3)
     check_normalise(replace(call, out_gate=call.out_gate + GATES[gate]))
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 2, 9]], ids=str)
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 2, 6]], ids=str)
 def test_compiled_whole_is_the_parts(cu_seqlens):
     """Between compiled projections the operators stand in one graph, forward and backward."""
-    call = make_mixer_call(1 if cu_seqlens else 2, 9, H=2, K=3, V=4, cu_seqlens=cu_seqlens)
+    call = make_mixer_call(1 if cu_seqlens else 2, 6, H=2, K=3, V=4, cu_seqlens=cu_seqlens)
     torch._dynamo.reset()
 
-    def whole(call: MixerCall) -> tuple[Tensor, Tensor, Tensor]:
+    def whole(call: MixerCall, *parts: Callable) -> tuple[Tensor, Tensor, Tensor]:
         call = replace(call, q=call.q * 2, out_gate=call.out_gate * 2)
         assert refuses_glue(call) is None
-        return compose(call, ops_torch.run, convolve, normalise)[:3]
+        return compose(call, ops_torch.run, *parts)[:3]
 
-    def outcome(function: Callable, call: MixerCall) -> dict[str, Tensor]:
+    def outcome(function: Callable, call: MixerCall, *parts: Callable) -> dict[str, Tensor]:
         names = ("q", "k", "v", "window", "out_gate", "norm", "state")
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
         taps = tuple(x.detach().requires_grad_() for x in call.taps)
-        outputs = dict(zip(("o", "state'", "window'"), function(replace(call, **leaves, taps=taps))))
+        outputs = dict(zip(("o", "state'", "window'"), function(replace(call, **leaves, taps=taps), *parts)))
         return with_gradients(outputs, {**leaves, "q taps": taps[0], "v taps": taps[2]}, torch.float32)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "convolve", ops_mixer.convolve)
-        patch.setitem(globals(), "normalise", gated_rms_norm)
-        want = outcome(whole, call)
-    check(outcome(torch.compile(whole, fullgraph=True, backend="aot_eager"), there(call)), want, torch.float32)
+    want = outcome(whole, there(call), ops_mixer.convolve, gated_rms_norm)
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    check(outcome(compiled, there(call), convolve, normalise), want, torch.float32)
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 1, 1, 2]], ids=str)
-def test_operators_say_what_they_do(cu_seqlens):
+def test_operators_say_what_they_do():
     """Their fake versions, schemas and gradients agree with what they do, also when sizes are symbols."""
-    call = there(make_mixer_call(1 if cu_seqlens else 2, 2, H=1, K=3, V=2, W=2, cu_seqlens=cu_seqlens))
-    borders = None if call.packing is None else call.packing.cu_seqlens
+    call = there(make_mixer_call(1, 2, H=1, K=3, V=2, W=2, cu_seqlens=[0, 1, 1, 2]))
     tensors = [x.requires_grad_() for x in (call.q, call.k, call.v, *call.taps, call.window)]
-    torch.library.opcheck(ops_glue._convolve, (*tensors, borders))
+    torch.library.opcheck(ops_glue._convolve, (*tensors, call.packing.cu_seqlens))
     o = torch.randn(call.out_gate.shape, device=DEVICE, requires_grad=True)
     torch.library.opcheck(ops_glue._normalise, (o, call.norm.requires_grad_(), call.out_gate, call.eps))
 

@@ -1,4 +1,4 @@
-"""ops_linear.py against the layers in float64: on a GPU, or by Triton's interpreter (TRITON_INTERPRET=1) on the CPU."""
+"""ops_linear.py against the layers in float64: on a GPU, or by Triton's interpreter (TRITON_INTERPRET=1)."""
 
 import copy
 

@@ -10,7 +10,7 @@ from test_layers_mlp import block_of, situ_by_hand
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from modeling_kda import ops_moe, use_backend
+from modeling_kda import ops_moe, ops_triton, use_backend
 from modeling_kda.layers_mlp import Experts, PackedExperts, one_by_one
 from modeling_kda.ops_moe import Tile
 from modeling_kda.weights_mxfp4 import decode
@@ -23,6 +23,7 @@ ACTIVATIONS = {
     "situ, one beta": {"hidden_act": "situ", "situ_beta": 1.5, "situ_linear_beta": None},
 }
 E = 5
+TILES = {name: getattr(ops_moe, name) for name in ("GATE_UP", "DOWN", "PACKED_GATE_UP", "PACKED_DOWN")}
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +36,16 @@ def without_gradients():
 def few_programs(monkeypatch):
     """The interpreter takes a hundredth of a second or more for each, whatever its size."""
     if DEVICE == "cpu":
-        cut_into(monkeypatch, Tile(128, 1024, 4, 1))
+        cut_into(monkeypatch, dict.fromkeys(TILES, Tile(128, 1024, 4, 1)), 1)
 
 
-def cut_into(monkeypatch, tile: Tile) -> None:
-    monkeypatch.setattr(ops_moe, "PROGRAMS", 1)
-    for name in ("GATE_UP", "DOWN", "PACKED_GATE_UP", "PACKED_DOWN"):
+def cut_into(monkeypatch, tiles: dict[str, Tile], programs: int) -> None:
+    monkeypatch.setattr(ops_moe, "PROGRAMS", programs)
+    for name, tile in tiles.items():
         monkeypatch.setattr(ops_moe, name, tile)
 
 
+@torch.no_grad()
 def make(packed: bool = False, dtype: torch.dtype = torch.float32, L: int = 96, I: int = 160, **changes):  # noqa: E741
     """Random experts on the device."""
     torch.manual_seed(0)
@@ -83,8 +85,10 @@ def check(experts, inputs) -> Tensor:
     return got
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("X", "A"), [(1, 1), (1, 8), (2, 2), (16, 1), (16, 2)])
+@pytest.mark.parametrize(
+    ("X", "A", "packed"),
+    [(1, 1, False), (1, 8, False), (2, 2, False), (16, 2, False), (1, 1, True), (2, 8, True), (16, 1, True)],
+)
 def test_experts_are_one_by_one_in_float64(X, A, packed):
     experts = make(packed)
     check(experts, tokens(experts, X, A))
@@ -111,14 +115,20 @@ def test_packed_experts_take_any_size(L, I):  # noqa: E741
     check(experts, tokens(experts))
 
 
-@pytest.mark.parametrize("tile", [Tile(64, 64, 4, 1), Tile(32, 128, 8, 3)], ids=str)
+CUTS = {
+    "as on a GPU": (TILES, ops_moe.PROGRAMS),
+    "in two steps": (dict.fromkeys(TILES, Tile(64, 64, 4, 1)), 1),
+    "in small steps": (dict.fromkeys(TILES, Tile(32, 32, 8, 3)), 1),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_experts_are_the_same_in_any_tiles(packed, tile, monkeypatch):
-    """Also of several steps, the last of them short."""
-    experts = make(packed)
-    inputs = tokens(experts)
+def test_experts_are_the_same_in_any_tiles(packed, cut, monkeypatch):
+    experts = make(packed, I=64)
+    inputs = tokens(experts, X=1)
     want = run(experts, inputs)
-    cut_into(monkeypatch, tile)
+    cut_into(monkeypatch, *CUTS[cut])
     assert_close(check(experts, inputs), want, absolute=0, relative=1e-6)
 
 
@@ -151,6 +161,7 @@ def test_experts_take_other_integers_and_strides():
     assert torch.equal(run(experts, sliced), run(experts, (x, index, weights)))
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # 6 * 2^127 is infinite
 def test_codes_are_decoded_bit_for_bit():
     """Every code under every scale byte, column by column: the products with one-hot vectors."""
     scale = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 256, 1)
@@ -176,7 +187,7 @@ def test_activation_has_all_its_digits(activation):
     fused = make(**ACTIVATIONS[activation]).activation.fused
     points = torch.tensor([1e-20, 1e-6, 1e-3, 0.1, 0.9, 1.1, 3.0, 50.0])
     gate = torch.cat([points, -points])
-    for up in (1e-4, -0.5, 30.0, -1000.0):
+    for up in (1e-4, -1000.0):
         x = torch.stack([gate, torch.full_like(gate, up)], 1).to(DEVICE)
         one = torch.zeros(16, 1, dtype=torch.int64, device=DEVICE)
         weights = torch.eye(2, device=DEVICE).unsqueeze(0), torch.ones(1, 2, 1, device=DEVICE)
@@ -202,12 +213,10 @@ def test_sums_are_float32_and_rounded_once():
     assert (ops_moe.run(*inputs) == 2**-12).all()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_operator_is_registered_as_torch_wants_it(packed):
-    experts = make(packed, L=32, I=32)
-    scales = (experts.gate_up_proj_scale, experts.down_proj_scale) if packed else (None, None)
-    arguments = (*tokens(experts), experts.gate_up_proj, experts.down_proj, *scales, 0.0, 0.0)
-    torch.library.opcheck(ops_moe._experts, tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments))
+def test_operator_is_registered_as_torch_wants_it():
+    experts = make(packed=True, L=32, I=32)
+    weights = [getattr(experts, name).detach() for name in experts.WEIGHTS]
+    torch.library.opcheck(ops_moe._experts, (*tokens(experts, X=1), *weights, 0.0, 0.0))
 
 
 # In the layers
@@ -247,8 +256,9 @@ def block_on_device(implementation: str = "batched_mm", **changes):
     return block.to(DEVICE), config
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "implementation"), [*((kind, "batched_mm") for kind in BLOCKS), ("dense", "grouped_mm")]
+)
 def test_block_runs_a_few_tokens_at_once(kind, implementation, spy):
     block, config = block_on_device(implementation, **BLOCKS[kind])
     for rows, length in ((1, 1), (2, 8)):
@@ -342,17 +352,16 @@ def test_hooks_of_the_experts_come_first(spy):
 
 
 @pytest.mark.parametrize("make_model", [tiny_model, k3_model])
-def test_model_decodes_as_with_eager_experts(make_model, spy):
-    model = make_model().to(DEVICE)
-    ids = token_ids(9, rows=2).to(DEVICE)
-    with use_backend("auto"):
-        for step in (ids[:, :8], ids[:, 8:]):
-            got = model(step, use_cache=False).logits
-            before = spy.ran
-            model.set_experts_implementation("eager")
-            assert_close(got, model(step, use_cache=False).logits)
-            assert spy.ran == before > 0
-            model.set_experts_implementation("batched_mm")
+def test_model_decodes_as_with_eager_experts(make_model, spy, monkeypatch):
+    monkeypatch.setattr(ops_triton, "refuses", lambda call: "this test is of experts")
+    monkeypatch.setattr(ops_triton, "refuses_mixer", ops_triton.refuses)
+    model, ids = make_model().to(DEVICE), token_ids(2).to(DEVICE)
+    got = model(ids).logits
+    assert spy.ran == sum(layer.sparse for layer in model.model.layers)
+    model.set_experts_implementation("eager")
+    spy.ran = 0
+    assert_close(got, model(ids).logits)
+    assert spy.ran == 0
 
 
 def test_block_compiles_in_one_graph(spy):
@@ -408,13 +417,15 @@ def test_refuses_no_token():
     )
 
 
-def test_launches_have_programs_enough():
+def test_launches_have_programs_enough(monkeypatch):
     """Of one token, for the sizes of Kimi-Linear and Kimi K3; and no tile is wider than the weight needs."""
-    for tile, rows, times, width in (
-        (ops_moe.GATE_UP, 1024, 8, 2304),
-        (ops_moe.DOWN, 2304, 1, 1024),
-        (ops_moe.PACKED_GATE_UP, 3072, 16, 3584),
-        (ops_moe.PACKED_DOWN, 3584, 1, 3072),
+    cut_into(monkeypatch, *CUTS["as on a GPU"])
+    for name, rows, times, width in (
+        ("GATE_UP", 1024, 8, 2304),
+        ("DOWN", 2304, 1, 1024),
+        ("PACKED_GATE_UP", 3072, 16, 3584),
+        ("PACKED_DOWN", 3584, 1, 3072),
     ):
-        assert times * math.ceil(rows / ops_moe._cut(tile, rows, times, width).rows) >= 264
-    assert ops_moe._cut(ops_moe.DOWN, 60, 1, 36).columns == 64
+        tile = ops_moe._cut(TILES[name], rows, times, width, 8)
+        assert times * math.ceil(rows / tile.rows) >= 264
+    assert ops_moe._cut(TILES["DOWN"], 60, 1, 36, 8).columns == 64

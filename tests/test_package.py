@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Runs in a Python of its own. An import alone, again after a reload, and with all optional libraries blocked.
 IMPORTS = """
 import importlib, json, sys
-import torch, transformers
+import torch, transformers, transformers.generation, transformers.modeling_utils
 
 found = {}
 optional = ["fla", "triton", "flash_kda", "causal_conv1d", "einops", "bitsandbytes"]
@@ -116,7 +116,8 @@ def test_module_prints_versions_and_backends(capsys):
 @pytest.fixture
 def version(request, monkeypatch):
     """Another version of transformers; afterwards the module is as before."""
-    monkeypatch.setattr(transformers, "__version__", request.param)
+    # transformers may have put another module in its own place since it was imported here.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", request.param)
     yield request.param
     monkeypatch.undo()
     importlib.reload(compat_transformers)
