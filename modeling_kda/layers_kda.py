@@ -12,7 +12,7 @@ from .cache_memory import Record
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .ops_kda import MixerCall, mixer
-from .ops_linear import add, linears
+from .ops_linear import Before, add, linears
 
 
 class ShortConvolution(nn.Conv1d):
@@ -75,7 +75,7 @@ class KimiDeltaAttention(nn.Module):
         hidden_states: Tensor,
         context: ForwardContext,
         cache: KdaHybridCache | None,
-        norm: nn.Module | None = None,
+        norm: Before | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """`[B, T, hidden]` to the same; pads give zeros. The cache's memory of this layer moves on.

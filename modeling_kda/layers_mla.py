@@ -13,7 +13,7 @@ from .cache_kda_hybrid import KdaHybridCache
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .layers_mlp import RMSNorm
-from .ops_linear import add, linears
+from .ops_linear import Before, add, linears
 from .ops_reference import wide
 
 
@@ -46,7 +46,7 @@ class MultiHeadLatentAttention(nn.Module):
         hidden_states: Tensor,
         context: ForwardContext,
         cache: KdaHybridCache | None,
-        norm: nn.Module | None = None,
+        norm: Before | None = None,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`[B, T, hidden]` to the same, and the attention weights `[B, H, T, S]` where they are at hand.
@@ -59,7 +59,7 @@ class MultiHeadLatentAttention(nn.Module):
         first += [self.g_proj] if self.config.attention_output_gate else []
         q, latent, *gate = linears([hidden_states] * len(first), first, norm)
         if self.config.q_lora_rank is not None:
-            [q] = linears([q], [self.q_b_proj], self.q_a_layernorm)
+            [q] = linears([q], [self.q_b_proj], Before(self.q_a_layernorm))
         q = q.unflatten(-1, (self.heads, self.nope + self.shared))  # [B, T, H, N + P]
         latent, shared = latent.split([self.latent, self.shared], -1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], -1)

@@ -15,7 +15,7 @@ from transformers.integrations import use_experts_implementation
 
 from .configuration_kda_hybrid import KdaHybridConfig
 from .ops_kda import allowed
-from .ops_linear import add, gated
+from .ops_linear import Before, add, gated
 from .ops_moe import BACKEND as ops_moe
 from .ops_reference import OPERATORS, wide, without_autocast
 from .weights_mxfp4 import BLOCK, decode
@@ -108,7 +108,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
         self.activation = GatedActivation(config)
 
-    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: Before | None = None, residual: Tensor | None = None) -> Tensor:
         """`[..., D]` to the same. norm: of x. residual: added at last."""
         return add(residual, gated(x, self.gate_proj, self.up_proj, self.activation, norm), self.down_proj)
 
@@ -314,11 +314,9 @@ class SparseMLP(nn.Module):
             else None
         )
 
-    def forward(
-        self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, norm: Before | None = None, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`[B, T, D]` to the same, and the router logits `[B * T, E]`. norm: of x. residual: added at last."""
-        x = x if norm is None else norm(x)
+        x = x if norm is None else norm.module(x)
         flat = x.flatten(0, 1)
         logits, weights, experts = self.gate(flat)
         y = self.experts(self.routed_expert_down_proj(flat) if self.latent else flat, experts, weights)

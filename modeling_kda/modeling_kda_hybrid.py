@@ -25,6 +25,7 @@ from .layers_context import ForwardContext
 from .layers_kda import GatedRMSNorm, KimiDeltaAttention
 from .layers_mla import MultiHeadLatentAttention
 from .layers_mlp import Experts, GatedMLP, RMSNorm, Router, SparseMLP
+from .ops_linear import Before
 from .weights_kda import FLOAT32, VISION_PREFIXES, Misfit, is_mxfp4, listed, misfit
 
 
@@ -63,15 +64,16 @@ class KdaHybridDecoderLayer(GradientCheckpointingLayer):
         x = self._mixed(blocks, total, "self_attention")
         if self.starts_block:
             blocks, total = (*blocks, total), None
+        norm = Before(self.input_layernorm)
         if self.linear:
-            total = self.self_attn(x, context, cache, self.input_layernorm, total)
+            total = self.self_attn(x, context, cache, norm, total)
         else:
-            total, weights = self.self_attn(x, context, cache, self.input_layernorm, total)
-        x = self._mixed(blocks, total, "mlp")
+            total, weights = self.self_attn(x, context, cache, norm, total)
+        x, norm = self._mixed(blocks, total, "mlp"), Before(self.post_attention_layernorm)
         if self.sparse:
-            total, logits = self.mlp(x, self.post_attention_layernorm, total)
+            total, logits = self.mlp(x, norm, total)
         else:
-            total = self.mlp(x, self.post_attention_layernorm, total)
+            total = self.mlp(x, norm, total)
         return total, weights, logits
 
     def _mixed(self, blocks: tuple[Tensor, ...], total: Tensor, reader: str) -> Tensor:

@@ -13,7 +13,14 @@ from .ops_kda import allowed
 from .ops_triton import NAME, early, interprets, why_not
 
 
-def linears(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: nn.Module | None = None) -> list[Tensor]:
+class Before:
+    """A norm, on its way to the layers behind it. Not the module: accelerate moves whatever has a `to`."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+
+def linears(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | None = None) -> list[Tensor]:
     """`layer(norm(x))` of each pair of an input `[..., C]` and a layer.
 
     Args:
@@ -21,7 +28,7 @@ def linears(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: nn.Module |
     """
     if len(layers) > 6 or not _fuses(xs, layers, norm):
         if norm is not None:
-            xs = [norm(xs[0])] * len(layers)
+            xs = [norm.module(xs[0])] * len(layers)
         return [layer(x) for x, layer in zip(xs, layers)]
     from .kernels_linear import linears
 
@@ -36,8 +43,8 @@ def linears(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: nn.Module |
         *widths,
         *[0] * missing,
         *_filled(inputs, missing),
-        None if norm is None else norm.weight,
-        0.0 if norm is None else norm.eps,
+        None if norm is None else norm.module.weight,
+        0.0 if norm is None else norm.module.eps,
         y,
         BN=BN,
         BC=BC,
@@ -61,21 +68,21 @@ def add(residual: Tensor | None, x: Tensor, layer: nn.Linear) -> Tensor:
     return y
 
 
-def gated(x: Tensor, gate: nn.Linear, up: nn.Linear, activation: nn.Module, norm: nn.Module | None = None) -> Tensor:
+def gated(x: Tensor, gate: nn.Linear, up: nn.Linear, activation: nn.Module, norm: Before | None = None) -> Tensor:
     """`activation(gate(norm(x)), up(norm(x)))`.
 
     Args:
         activation: a `GatedActivation`; its `fused` are the kernel's betas, None where no kernel knows it.
     """
     if activation.fused is None or not _fuses([x], [gate, up], norm):
-        x = x if norm is None else norm(x)
+        x = x if norm is None else norm.module(x)
         return activation(gate(x), up(x))
     from .kernels_linear import gated
 
     N, C = gate.weight.shape
     y = x.new_empty(*x.shape[:-1], N)
     beta, linear_beta = activation.fused
-    scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    scale, eps = (None, 0.0) if norm is None else (norm.module.weight, norm.module.eps)
     gated[(_tiles(N, 4),)](
         x,
         gate.weight,
@@ -95,7 +102,7 @@ def gated(x: Tensor, gate: nn.Linear, up: nn.Linear, activation: nn.Module, norm
     return y
 
 
-def _fuses(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: nn.Module | None = None) -> bool:
+def _fuses(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | None = None) -> bool:
     """Whether a kernel may take the place of these modules."""
     x = xs[0]
     if x.device.type != "cuda" and not interprets():  # the first question, because it is asked most
@@ -105,7 +112,11 @@ def _fuses(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: nn.Module | 
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not allowed(NAME) or why_not() is not None:
         return False
     plain = all(type(layer) is nn.Linear and layer.bias is None and _plain(layer, x) for layer in layers)
-    return plain and (norm is None or _plain(norm, x)) and all(y.dtype == x.dtype and y.is_contiguous() for y in xs)
+    return (
+        plain
+        and (norm is None or _plain(norm.module, x))
+        and all(y.dtype == x.dtype and y.is_contiguous() for y in xs)
+    )
 
 
 def _plain(module: nn.Module, x: Tensor) -> bool:

@@ -69,8 +69,9 @@ def _refuses(tensors: Sequence[Tensor | None], tokens: int, key: int, value: int
     device = tensors[0].device.type
     if device != "cuda" and not (device == "cpu" and interprets()):
         return f"tensors on {device!r}"
-    if tensors[0].dtype not in DTYPES:
-        return f"dtype {tensors[0].dtype}"
+    dtypes = sorted({str(x.dtype) for x in tensors[:3]})  # of q, k and v, which the kernel reads as one
+    if tensors[0].dtype not in DTYPES or len(dtypes) > 1:
+        return f"dtype {', '.join(dtypes)}"
     if tokens > MOST_TOKENS:
         return f"more than {MOST_TOKENS} tokens"
     if max(key, value) > MOST_WIDTH:

@@ -51,6 +51,7 @@ ALLOWED = {
         "compat_transformers",
         "generation_kda_hybrid",
         "layers_*",
+        "ops_linear",
         "weights_kda",
     ],
     "__init__": ["*"],

@@ -9,7 +9,7 @@ from torch import nn
 
 from modeling_kda import KdaHybridCache, kernels_linear, ops_linear, use_backend
 from modeling_kda.layers_mlp import GatedActivation, RMSNorm
-from modeling_kda.ops_linear import add, gated, linears
+from modeling_kda.ops_linear import Before, add, gated, linears
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +71,7 @@ def check(got, want, dtype):
 def test_linears_are_layers_side_by_side(launched, C, widths, with_norm, dtype):
     torch.manual_seed(0)
     layers, norm, x = [layer_of(C, n, dtype) for n in widths], norm_of(C, dtype) if with_norm else None, row(C, dtype)
-    got = linears([x] * len(layers), layers, norm)
+    got = linears([x] * len(layers), layers, norm and Before(norm))
     assert launched == ["linears"]
     y = x.double() if norm is None else exact(norm)(x.double())
     for one, layer in zip(got, layers):
@@ -109,7 +109,7 @@ def test_gated_is_two_layers_and_an_activation(launched, act, with_norm, dtype):
     activation, norm = GatedActivation(tiny_config(**act)), norm_of(600, dtype) if with_norm else None
     x, gate, up = row(600, dtype), layer_of(600, 21, dtype), layer_of(600, 21, dtype)
     gate.weight.mul_(20)  # into the bends
-    got = gated(x, gate, up, activation, norm)
+    got = gated(x, gate, up, activation, norm and Before(norm))
     assert launched == ["gated"]
     y = x.double() if norm is None else exact(norm)(x.double())
     check(got, activation(exact(gate)(y), exact(up)(y)), dtype)

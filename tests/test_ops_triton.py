@@ -162,9 +162,14 @@ def test_kda_is_the_recurrence(cu_seqlens, writes):
         assert_close(x.double().cpu(), want[name], absolute=0, relative=TOLERANCE[torch.float32], name=name)
 
 
+def mixed(call: MixerCall) -> MixerCall:
+    return replace(call, v=call.v.bfloat16())
+
+
 REFUSED = {
     "more than 16 tokens": lambda: make_mixer_call(1, 17),
     "dtype torch.float64": lambda: in_double(make_mixer_call()),
+    "dtype torch.bfloat16, torch.float32": lambda: mixed(make_mixer_call()),
     "heads wider than 128": lambda: make_mixer_call(H=1, V=129),
 }
 
