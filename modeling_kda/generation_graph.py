@@ -35,9 +35,7 @@ class StepGraph:
             return self.model(**inputs)
         inputs.pop("position_ids", None)  # of one token they say nothing
         if not self.warm:
-            self.warm = (
-                True  # whatever is made at a first call is made now: kernels are compiled, workspaces allocated
-            )
+            self.warm = True  # what is made at a first call is made now: kernels compiled, workspaces allocated
             return self.model(**inputs)
         if self.graph is None:
             self._capture(inputs)

@@ -14,25 +14,7 @@ try:  # in a `try`, so that a reader of exported model code does not need triton
 except ImportError:
     raise
 
-
-@triton.jit
-def tanh(x):
-    """To the last bits: where 1 - exp would cancel, by a fraction (Pade's of degrees 5 and 4)."""
-    z = x * x
-    near = x * (945.0 + z * (105.0 + z)) / (945.0 + z * (420.0 + z * 15.0))
-    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
-    return tl.where(z < 1.0, near, tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
-def activated(gate, up, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
-    """As `layers_mlp.situ`; LINEAR_BETA 0: there is none. BETA 0: `silu(gate) * up`."""
-    if BETA == 0:
-        return gate * tl.sigmoid(gate) * up
-    else:
-        if LINEAR_BETA != 0:
-            up = LINEAR_BETA * tanh(up / LINEAR_BETA)
-        return BETA * tanh(gate / BETA) * tl.sigmoid(gate) * up
+from .kernels_linear import activated
 
 
 @triton.jit

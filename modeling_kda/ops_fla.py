@@ -16,8 +16,8 @@ from .ops_reference import OPERATORS, KdaCall
 
 NAME = "fla"
 
-# Before 0.6.0, a bounded gate let later tokens change earlier ones, by rounding (fla's issue 1240); 0.5.0 took beta's
-# logits for its values. 0.7 is not out.
+# Before 0.6.0 a bounded gate let later tokens change earlier ones, by rounding; 0.5.0 took the logits of beta for its
+# values. 0.7 is not out.
 OLDEST, TOO_NEW = Version("0.6.0"), Version("0.7.0")
 MOST_WIDTH = 256
 FAST_BOUND = -5.0  # Down to this bound, a product of decays within a block of 16 tokens fits into float32.

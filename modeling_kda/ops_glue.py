@@ -7,7 +7,6 @@ Triton's interpreter too (`TRITON_INTERPRET=1`), on the CPU and slowly, for the 
 Legend: B batch, T tokens, H heads, K key width, V value width, W taps, N documents, D = 2HK + HV.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .ops_mixer import MixerCall
 from .ops_reference import OPERATORS
-from .ops_triton import interprets
+from .ops_triton import ceil, device_of, interprets, power, rows_of
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,7 +113,7 @@ def _convolve_backward(
     inputs, taps = (q, k, v), (q_taps, k_taps, v_taps)
     *dx, dq_taps, dk_taps, dv_taps, d_window = outputs = _convolve_backward_empty(*inputs, *taps, window)
     widths = [x.shape[2] for x in inputs]
-    sums = q.new_empty(_ceil(q.shape[0] * q.shape[1], TOKENS), q_taps.shape[1], sum(widths), dtype=torch.float32)
+    sums = q.new_empty(ceil(q.shape[0] * q.shape[1], TOKENS), q_taps.shape[1], sum(widths), dtype=torch.float32)
     to = [None if x is None else x.contiguous() for x in (to_q, to_k, to_v, to_after)]
     _walk(convolve_backward, inputs, taps, window, cu_seqlens, *to, *dx, sums, d_window)
     for grad, total in zip((dq_taps, dk_taps, dv_taps), sums.sum(0).split(widths, 1)):
@@ -142,10 +141,10 @@ def _walk(
 ) -> None:
     """Launches `kernel`, one of the two of the convolutions; `others` are what only one of them gets."""
     (B, T, HK), HV, W = inputs[0].shape, inputs[2].shape[2], taps[0].shape[1]
-    rows = [_rows(x) for x in inputs]
-    BD = min(CHANNELS, _power(max(HK, HV)))
-    programs = _ceil(B * T, TOKENS) * (2 * _ceil(HK, BD) + _ceil(HV, BD))
-    with _device_of(inputs[0]):
+    rows = [rows_of(x) for x in inputs]
+    BD = min(CHANNELS, power(max(HK, HV)))
+    programs = ceil(B * T, TOKENS) * (2 * ceil(HK, BD) + ceil(HV, BD))
+    with device_of(inputs[0]):
         kernel[(programs,)](
             *rows,
             *(x.stride(0) for x in rows),
@@ -187,10 +186,10 @@ def _normalise(o: Tensor, norm: Tensor, gate: Tensor, eps: float) -> Tensor:
     """See `kernels_glue.normalise`."""
     from .kernels_glue import normalise
 
-    y, gate, sizes = o.new_empty(o.shape), _rows(gate.flatten(2)), _sizes(o)
+    y, gate, sizes = o.new_empty(o.shape), rows_of(gate.flatten(2)), _sizes(o)
     rows = o[..., 0].numel()
-    with _device_of(o):
-        normalise[(_ceil(rows, sizes["BR"]),)](
+    with device_of(o):
+        normalise[(ceil(rows, sizes["BR"]),)](
             o.contiguous(), norm.contiguous(), gate, gate.stride(0), y, eps, rows, **sizes
         )
     return y
@@ -209,10 +208,10 @@ def _normalise_backward(
     from .kernels_glue import normalise_backward
 
     do, d_norm, d_gate = outputs = _normalise_backward_empty(o, norm, gate)
-    gate, sizes = _rows(gate.flatten(2)), _sizes(o)
+    gate, sizes = rows_of(gate.flatten(2)), _sizes(o)
     rows = o[..., 0].numel()
-    sums = o.new_empty(_ceil(rows, sizes["BR"] * TILES), o.shape[-1], dtype=torch.float32)
-    with _device_of(o):
+    sums = o.new_empty(ceil(rows, sizes["BR"] * TILES), o.shape[-1], dtype=torch.float32)
+    with device_of(o):
         normalise_backward[(len(sums),)](
             o.contiguous(),
             norm.contiguous(),
@@ -255,24 +254,4 @@ _normalise.register_autograd(_of_normalise, setup_context=_save_for_normalise_ba
 def _sizes(o: Tensor) -> dict[str, int]:
     """What the kernels of the norm are compiled for."""
     H, V = o.shape[2:]
-    return dict(H=H, V=V, BR=max(1, ELEMENTS // _power(V)), BV=_power(V))
-
-
-def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`[B, T, width]` to `[B * T, width]`, each row in one piece."""
-    x = x.flatten(0, 1)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _power(x: int) -> int:
-    """The next power of 2."""
-    return 1 << (x - 1).bit_length()
-
-
-def _ceil(x: int, y: int) -> int:
-    """x / y, rounded up."""
-    return -(-x // y)
+    return dict(H=H, V=V, BR=max(1, ELEMENTS // power(V)), BV=power(V))

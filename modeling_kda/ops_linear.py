@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .ops_kda import allowed
-from .ops_triton import NAME, early, interprets, why_not
+from .ops_triton import NAME, ceil, device_of, early, interprets, why_not
 
 
 class Before:
@@ -37,20 +37,21 @@ def linears(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | No
     y = xs[0].new_empty(*xs[0].shape[:-1], sum(widths))
     BN, BC = (16, 128) if max(inputs) <= 256 else (16, 256)
     missing = 6 - len(layers)
-    linears[(sum(_tiles(n, BN) for n in widths),)](
-        *_filled(xs, missing),
-        *_filled(weights, missing),
-        *widths,
-        *[0] * missing,
-        *_filled(inputs, missing),
-        None if norm is None else norm.module.weight,
-        0.0 if norm is None else norm.module.eps,
-        y,
-        BN=BN,
-        BC=BC,
-        num_warps=4,
-        **early(y),
-    )
+    with device_of(y):
+        linears[(sum(ceil(n, BN) for n in widths),)](
+            *_filled(xs, missing),
+            *_filled(weights, missing),
+            *widths,
+            *[0] * missing,
+            *_filled(inputs, missing),
+            None if norm is None else norm.module.weight,
+            0.0 if norm is None else norm.module.eps,
+            y,
+            BN=BN,
+            BC=BC,
+            num_warps=4,
+            **early(y),
+        )
     return list(y.split(widths, -1))
 
 
@@ -64,7 +65,8 @@ def add(residual: Tensor | None, x: Tensor, layer: nn.Linear) -> Tensor:
 
     N, C = layer.weight.shape
     y = torch.empty_like(residual)
-    added[(_tiles(N, 8),)](x, layer.weight, N, C, residual, y, BN=8, BC=1024, num_warps=8, **early(y))
+    with device_of(y):
+        added[(ceil(N, 8),)](x, layer.weight, N, C, residual, y, BN=8, BC=1024, num_warps=8, **early(y))
     return y
 
 
@@ -83,22 +85,23 @@ def gated(x: Tensor, gate: nn.Linear, up: nn.Linear, activation: nn.Module, norm
     y = x.new_empty(*x.shape[:-1], N)
     beta, linear_beta = activation.fused
     scale, eps = (None, 0.0) if norm is None else (norm.module.weight, norm.module.eps)
-    gated[(_tiles(N, 4),)](
-        x,
-        gate.weight,
-        up.weight,
-        N,
-        C,
-        scale,
-        eps,
-        y,
-        BETA=beta,
-        LINEAR_BETA=linear_beta,
-        BN=4,
-        BC=512,
-        num_warps=4,
-        **early(y),
-    )
+    with device_of(y):
+        gated[(ceil(N, 4),)](
+            x,
+            gate.weight,
+            up.weight,
+            N,
+            C,
+            scale,
+            eps,
+            y,
+            BETA=beta,
+            LINEAR_BETA=linear_beta,
+            BN=4,
+            BC=512,
+            num_warps=4,
+            **early(y),
+        )
     return y
 
 
@@ -122,9 +125,8 @@ def _fuses(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | Non
 def _plain(module: nn.Module, x: Tensor) -> bool:
     """Whether nothing is to happen but the module's own arithmetic on its own weight."""
     weight = module.weight
-    if (
-        "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    ):  # accelerate puts its own there
+    # accelerate puts a `forward` of its own there.
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return False
     here = type(weight) is nn.Parameter and weight.dtype == x.dtype and weight.device == x.device
     return here and weight.is_contiguous()
@@ -132,7 +134,3 @@ def _plain(module: nn.Module, x: Tensor) -> bool:
 
 def _filled(values: Sequence, missing: int) -> list:
     return [*values, *[values[0]] * missing]
-
-
-def _tiles(n: int, size: int) -> int:
-    return -(-n // size)

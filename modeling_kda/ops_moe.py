@@ -6,7 +6,6 @@ interpreter too (`TRITON_INTERPRET=1`), on the CPU and slowly, for the tests.
 Legend: X tokens, E experts, A experts a token uses, L width in which they work, I width of an expert.
 """
 
-import contextlib
 import sys
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .ops_reference import OPERATORS
-from .ops_triton import DTYPES, NAME, early, interprets, why_not
+from .ops_triton import DTYPES, NAME, ceil, device_of, early, interprets, power, why_not
 from .weights_mxfp4 import BLOCK
 
 
@@ -132,8 +131,8 @@ def _gate_up(
     (X, L), A, (E, rows) = x.shape, index.shape[1], weight.shape[:2]
     tile = _cut(GATE_UP if scale is None else PACKED_GATE_UP, rows // 2, X * A, L, _numbers(weight))
     h = x.new_empty(X, A, rows // 2, dtype=x.dtype if scale is None else torch.float32)
-    with _device_of(x):
-        gate_up[(_ceil(rows // 2, tile.rows), X * A)](
+    with device_of(x):
+        gate_up[(ceil(rows // 2, tile.rows), X * A)](
             x,
             index,
             _loaded(weight),
@@ -163,8 +162,8 @@ def _down(
     (X, A, I), (E, L) = h.shape, weight.shape[:2]  # noqa: E741
     tile = _cut(DOWN if scale is None else PACKED_DOWN, L, X, I, _numbers(weight))
     out = h.new_empty(X, L, dtype=dtype)
-    with _device_of(h):
-        down[(_ceil(L, tile.rows), X)](
+    with device_of(h):
+        down[(ceil(L, tile.rows), X)](
             h,
             index,
             weights,
@@ -187,8 +186,8 @@ def _down(
 
 def _cut(tile: Tile, rows: int, times: int, width: int, numbers: int) -> Tile:
     """`tile` with so few rows that `times` products of `rows` rows are `PROGRAMS` programs, and no useless columns."""
-    most, columns = tile.rows, 1 << (max(width, BLOCK) - 1).bit_length()
-    while most > 4 and times * _ceil(rows, most) < PROGRAMS:
+    most, columns = tile.rows, power(max(width, BLOCK))
+    while most > 4 and times * ceil(rows, most) < PROGRAMS:
         most //= 2
     return tile._replace(rows=most, columns=min(tile.columns * min(numbers, 8) // 8, columns))
 
@@ -201,15 +200,6 @@ def _loaded(weight: Tensor) -> Tensor:
 def _numbers(weight: Tensor) -> int:
     """N of `kernels_moe`."""
     return BLOCK if weight.dtype == torch.uint8 else 16 // weight.element_size()
-
-
-def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-def _ceil(x: int, y: int) -> int:
-    """x / y, rounded up."""
-    return -(-x // y)
 
 
 BACKEND = sys.modules[__name__]

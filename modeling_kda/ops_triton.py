@@ -196,13 +196,13 @@ def _step(
     (B, T), (N, H, V, K) = q.shape[:2], state.shape
     if not (B and T and N):
         return
-    Q, BV = max(4, _power(K)) // 4, _power(V)
-    q, k, v, gate, beta = (_rows(x) for x in (q, k, v, gate, beta))
+    Q, BV = max(4, power(K)) // 4, power(V)
+    q, k, v, gate, beta = (rows_of(x) for x in (q, k, v, gate, beta))
     if q.stride(0) != k.stride(0):
         q, k = q.contiguous(), k.contiguous()
-    out_gate = None if out_gate is None else _rows(out_gate)
+    out_gate = None if out_gate is None else rows_of(out_gate)
     q_taps, k_taps, v_taps = (x.contiguous() for x in taps) if taps else (None, None, None)
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+    with device_of(q):
         step[(N * H,)](
             q,
             k,
@@ -254,15 +254,25 @@ def _(*args: Any) -> None:
     pass
 
 
-def _rows(x: Tensor) -> Tensor:
+def device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """A context in which kernels run on the device of `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def rows_of(x: Tensor) -> Tensor:
     """`[B, T, width]` to `[B * T, width]`, each row in one piece."""
     x = x.flatten(0, 1)
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _power(x: int) -> int:
+def power(x: int) -> int:
     """The next power of 2."""
     return 1 << (x - 1).bit_length()
+
+
+def ceil(x: int, y: int) -> int:
+    """x / y, rounded up."""
+    return -(-x // y)
 
 
 BACKEND = sys.modules[__name__]
