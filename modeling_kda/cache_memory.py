@@ -238,11 +238,9 @@ class LatentMemory:
         Args:
             at: tokens seen before. Or, if static, the places `[T]` to write to; all places are returned then.
         """
-        if self.rows is not None and not self.offloading and self.rows.data.device != new.device:
-            self.rows = _Rows(self.rows.data.to(new.device), self.rows.written)
         if isinstance(at, Tensor):
-            self._make_room(new, 0)
-            return self.rows.data.index_copy_(1, at, new.detach())
+            return self.places(new).index_copy_(1, at, new.detach())
+        self._bring(new.device)
         end = at + new.shape[1]
         if self.max_length is not None:
             new = new.detach()
@@ -255,6 +253,16 @@ class LatentMemory:
         self.rows.data[:, at:end] = new
         self.rows.written = end
         return self.rows.data[:, :end].to(new.device, non_blocking=True)
+
+    def places(self, new: Tensor) -> Tensor:
+        """If static, all places `[B, S, R]`, to write rows of the shape of `new` to."""
+        self._bring(new.device)
+        self._make_room(new, 0)
+        return self.rows.data
+
+    def _bring(self, device: torch.device) -> None:
+        if self.rows is not None and not self.offloading and self.rows.data.device != device:
+            self.rows = _Rows(self.rows.data.to(device), self.rows.written)
 
     def _make_room(self, new: Tensor, at: int) -> None:
         """Moves to other rows, the first `at` with it, if `new` cannot be written behind them in place."""

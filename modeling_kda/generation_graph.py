@@ -1,9 +1,12 @@
-"""The decoding step of `generate` as a CUDA graph: one launch for all kernels of a token."""
+"""The decoding step of `generate` as a CUDA graph, one launch for all kernels of a token, and the loop around it."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import BaseStreamer, MaxLengthCriteria
 from transformers.utils import logging
 
 from .compat_transformers import CACHE_NAME
@@ -95,3 +98,83 @@ def hooks_of(model: nn.Module) -> str:
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"module {name!r} has hooks"
     return ""
+
+
+def sample(
+    model: GenerationMixin,
+    step: StepGraph,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    model_kwargs: dict[str, Any],
+) -> Tensor:
+    """What `GenerationMixin._sample` does, but the device need not wait for the host.
+
+    The next step is on its way before the host looks whether the token before was the last, unless somebody would see
+    the cache with that step in it.
+    """
+    cache, mask = model_kwargs[CACHE_NAME], model_kwargs.get("attention_mask")
+    ahead = not getattr(cache, "_is_user_defined", False)
+    most, criteria = stopping_criteria.max_length, StoppingCriteriaList()
+    criteria.extend(x for x in stopping_criteria if not isinstance(x, MaxLengthCriteria))
+    pads = any(hasattr(x, "eos_token_id") for x in criteria)
+    going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    looked = _Glance(len(input_ids) + 1, input_ids.device)
+
+    def step_on(ids: Tensor) -> Any:
+        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
+        return step(**inputs, return_dict=True)
+
+    outputs = model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+    model_kwargs.pop("position_ids", None)  # of one token they say nothing
+    if mask is not None:  # of one shape for all steps; no step sees what is behind its own token
+        model_kwargs["attention_mask"] = F.pad(mask, (0, cache.max_cache_len - mask.shape[1]), value=1)
+    while True:
+        logits = outputs.logits[:, -1]
+        if logits_processor or generation_config.do_sample:
+            logits = logits_processor(input_ids, logits.float())
+        del outputs  # those of a long prompt are large
+        if generation_config.do_sample:
+            tokens = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
+        else:
+            tokens = logits.argmax(-1)
+        if pads:
+            tokens = torch.where(going, tokens, generation_config._pad_token_tensor)
+        input_ids = torch.cat([input_ids, tokens.unsqueeze(1)], 1)
+        last = input_ids.shape[1] == most
+        if criteria:
+            going = going & ~criteria(input_ids, None)
+        if criteria or streamer is not None:
+            looked.at(torch.cat([tokens, going.any().unsqueeze(0)]))
+
+        if ahead and not last:
+            outputs = step_on(input_ids)
+        if streamer is not None:
+            streamer.put(looked.values()[:-1])
+        if last or (criteria and not looked.values()[-1]):
+            break
+        if not ahead:
+            outputs = step_on(input_ids)
+    if streamer is not None:
+        streamer.end()
+    return input_ids
+
+
+class _Glance:
+    """Numbers on the device that the host sees without waiting for what is queued behind them."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.host = torch.empty(size, dtype=torch.long, pin_memory=device.type == "cuda")
+        self.ready = torch.cuda.Event() if device.type == "cuda" else None
+
+    def at(self, x: Tensor) -> None:
+        self.host.copy_(x, non_blocking=True)
+        if self.ready is not None:
+            self.ready.record()
+
+    def values(self) -> Tensor:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.host.clone()

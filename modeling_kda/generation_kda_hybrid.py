@@ -5,13 +5,13 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import CompileConfig, GenerationConfig, GenerationMixin
-from transformers.generation import GenerationMode
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import BaseStreamer, GenerationMode
 
 from .cache_kda_hybrid import KdaHybridCache
 from .cache_memory import RECORD
 from .compat_transformers import CACHE_NAME, one_cache
-from .generation_graph import StepGraph
+from .generation_graph import StepGraph, sample
 
 
 class KdaGenerationMixin(GenerationMixin):
@@ -97,37 +97,30 @@ class KdaGenerationMixin(GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """Puts a `KdaHybridCache` where `generate` would put its own, and looks for pads, once for all steps."""
-        self._put_cache(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
-        if isinstance(cache, KdaHybridCache):
-            cache.unpadded = mask is not None and mask.ndim == 2 and bool(mask.all())
-
-    def _put_cache(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        kind, given = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME)
+        given = model_kwargs.get(CACHE_NAME)
         if given is not None and generation_config.is_assistant:
             return  # its own, from the round before
         if isinstance(given, KdaHybridCache):
             given.check_room(0, max_cache_length)
-        if given is not None or generation_config.use_cache is False:
+        if given is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE_NAME] = self._new_cache(generation_config, max_cache_length)
+        else:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-            return
+        cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
+        if isinstance(cache, KdaHybridCache):
+            cache.unpadded = mask is not None and mask.ndim == 2 and bool(mask.all())
+
+    def _new_cache(self, generation_config: GenerationConfig, max_length: int) -> KdaHybridCache:
+        """A cache of the kind that is asked for."""
+        kind = generation_config.cache_implementation
         if kind in (None, "dynamic", "offloaded"):
             cache = KdaHybridCache(self.config, offloading=kind == "offloaded")
         elif kind == "static":
             drafts = generation_config.prompt_lookup_num_tokens or 0  # they may go beyond the last token
             # As large as any before, so that what was compiled for one still fits.
-            self._static_length = max(
-                max_cache_length + drafts, generation_config.max_cache_len or 0, self._static_length
-            )
+            self._static_length = max(max_length + drafts, generation_config.max_cache_len or 0, self._static_length)
             cache = KdaHybridCache(self.config, self._static_length)
         else:
             raise NotImplementedError(
@@ -136,7 +129,27 @@ class KdaGenerationMixin(GenerationMixin):
             )
         if generation_config.is_assistant:
             cache.activate_past_recording()  # its drafts may be taken back
-        model_kwargs[CACHE_NAME] = cache
+        return cache
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """As in transformers; with a CUDA graph in a loop that the device need not wait for, if tokens are all that is
+        wanted."""
+        args = (input_ids, logits_processor, stopping_criteria, generation_config)
+        plain = not (synced_gpus or generation_config.return_dict_in_generate or generation_config.is_assistant)
+        if plain and self._valid_auto_compile_criteria(model_kwargs, generation_config):
+            step = self.get_compiled_call(generation_config.compile_config)
+            if isinstance(step, StepGraph) and not step.problem:
+                return sample(self, step, *args, streamer, model_kwargs)
+        return super()._sample(*args, synced_gpus, streamer, **model_kwargs)
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
         """What runs a decoding step on a static cache: a CUDA graph, or with a `compile_config`, or one in the model's

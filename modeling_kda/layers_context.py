@@ -35,6 +35,7 @@ class ForwardContext:
         seq_idx: `[1 or B, T]`, the number of each token's document. Goes before `position_ids`.
         cu_seqlens: `[N + 1]`, document borders among the B * T tokens. Goes before both.
         cache: what came before.
+        output_attentions: whether attention weights are wanted.
 
     Attributes:
         packed: whether a row holds several documents; there is then no state of a row to remember.
@@ -45,7 +46,7 @@ class ForwardContext:
         real: `[B, T]`, False at pads; None: no pads. Without `packing`, pads are still among the tokens.
         records: whether what these tokens do to a recurrent state is recorded, so that it can be taken back.
         parts: contexts of a first and a second stretch of these tokens, of which only the second is recorded; or none.
-        allowed: with `absorbed`, `[B or 1, T, S]`, True where a token may look; None: everywhere.
+        pads: with `absorbed`, `[B, S]`, False at pads; None: no pads.
         attention_kwargs: for the attention implementation.
 
     Raises:
@@ -61,14 +62,15 @@ class ForwardContext:
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: KdaHybridCache | None = None,
+        output_attentions: bool = False,
         **attention_kwargs: Any,
     ):
         self.shape = B, T = embeds.shape[:2]
         self.taps = config.linear_conv_kernel_dim
-        self.attention_kwargs = attention_kwargs
+        self.output_attentions, self.attention_kwargs = output_attentions, attention_kwargs
         self._device, self._elsewhere = embeds.device, {}
         self.records, self.parts = cache is not None and cache.recording > 0, ()
-        self.packing = self._real = self.attention_mask = self.allowed = None
+        self.packing = self._real = self.attention_mask = self.pads = self._allowed = None
         few = T <= ABSORB_UP_TO
         documents = T > 1 and not (cu_seqlens is None and seq_idx is None and position_ids is None)
         static = cache is not None and cache.max_cache_len is not None
@@ -93,10 +95,10 @@ class ForwardContext:
             self.parts = (self._part(0, border, False), self._part(border, T, True))
 
         self.absorbed = past > 0 and few
-        if "full_attention" not in config.layer_types:
-            return
         if self.absorbed:
-            self.allowed = _allowed(mask, T, past, embeds.device)
+            self.pads = mask
+        elif "full_attention" not in config.layer_types:
+            return
         elif self.packed:
             self._pack_attention(config, embeds, begins, real)
         else:
@@ -108,9 +110,9 @@ class ForwardContext:
         The mask, for one token, may be as long as the cache has room.
         """
         (B, T), room = self.shape, cache.max_cache_len
+        self._room = room
         self.packed, self.absorbed, self.real = False, True, None
         self.at = cache.positions(T)
-        self.allowed = (self.at.unsqueeze(1) >= torch.arange(room, device=device)).unsqueeze(0)  # [1, T, S]
         visible = device.type == "cpu" and not torch.compiler.is_compiling()  # a look at the length costs nothing
         past = cache.get_seq_length() if visible else 0
         cache.check_room(past, T)
@@ -121,9 +123,8 @@ class ForwardContext:
                 f"`attention_mask` has shape {tuple(mask.shape)}; {B} rows of {past} cached and {T} new tokens need "
                 f"{(B, past + T)}, or {(B, room)} as the cache has room."
             )
-        mask = F.pad(mask != 0, (0, room - mask.shape[1]))
-        self.allowed = self.allowed & mask.unsqueeze(1)
-        self.real = mask.index_select(1, self.at)
+        self.pads = F.pad(mask != 0, (0, room - mask.shape[1]))
+        self.real = self.pads.index_select(1, self.at)
 
     def _part(self, start: int, end: int, records: bool) -> "ForwardContext":
         """For linear-attention layers, the context of some of these tokens."""
@@ -187,6 +188,19 @@ class ForwardContext:
         return self._elsewhere[device]
 
     @property
+    def allowed(self) -> Tensor | None:
+        """With `absorbed`, `[B or 1, T, S]`, True where a token may look; None: everywhere. Made when it is needed."""
+        T = self.shape[1]
+        fixed = isinstance(self.at, Tensor)
+        if self._allowed is None and self.absorbed and (fixed or T > 1 or self.pads is not None):
+            if fixed:
+                causal = self.at.unsqueeze(1) >= torch.arange(self._room, device=self._device)  # [T, S]
+            else:
+                causal = _causal(T, self.at, self._device)
+            self._allowed = causal.unsqueeze(0) if self.pads is None else causal & self.pads.unsqueeze(1)
+        return self._allowed
+
+    @property
     def plain(self) -> bool:
         """Whether there is nothing to pack or unpack."""
         return self.packing is None and self.real is None
@@ -243,13 +257,6 @@ def _two_dimensional(mask: Tensor | None, B: int, T: int, past: int) -> Tensor |
 def _causal(T: int, past: int, device: torch.device) -> Tensor:
     """`[T, past + T]`, True where a new token may look."""
     return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)
-
-
-def _allowed(mask: Tensor | None, T: int, past: int, device: torch.device) -> Tensor | None:
-    """`[B or 1, T, past + T]`, True where a new token may look; None: everywhere."""
-    if mask is None:
-        return None if T == 1 else _causal(T, past, device).unsqueeze(0)
-    return _causal(T, past, device) & mask.unsqueeze(1)
 
 
 def _document_begins(

@@ -13,7 +13,8 @@ from .cache_kda_hybrid import KdaHybridCache
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .layers_mlp import RMSNorm
-from .ops_linear import Before, add, linears
+from .ops_linear import Before, add, is_plain, linears
+from .ops_mla import append_rows, attend_absorbed, refuses_absorbed
 from .ops_reference import wide
 
 
@@ -49,7 +50,7 @@ class MultiHeadLatentAttention(nn.Module):
         norm: Before | None = None,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`[B, T, hidden]` to the same, and the attention weights `[B, H, T, S]` where they are at hand.
+        """`[B, T, hidden]` to the same, and the attention weights `[B, H, T, S]` where they are at hand or wanted.
 
         Args:
             norm: of `hidden_states`, before anything else.
@@ -57,22 +58,41 @@ class MultiHeadLatentAttention(nn.Module):
         """
         first = [self.q_proj if self.config.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa]
         first += [self.g_proj] if self.config.attention_output_gate else []
-        q, latent, *gate = linears([hidden_states] * len(first), first, norm)
+        q, new, *gate = linears([hidden_states] * len(first), first, norm)
         if self.config.q_lora_rank is not None:
             [q] = linears([q], [self.q_b_proj], Before(self.q_a_layernorm))
         q = q.unflatten(-1, (self.heads, self.nope + self.shared))  # [B, T, H, N + P]
-        latent, shared = latent.split([self.latent, self.shared], -1)
-        rows = torch.cat([self.kv_a_layernorm(latent), shared], -1)
-        if cache is not None:
-            rows = cache.layers[self.layer_idx].update(rows, context.at)  # [B, S, L + P]
+        gate = gate[0] if gate else None
+        fused = self._fuses(q, new, gate, context)
+        rows = self._rows(new, context, cache, fused)  # [B, S, L + P]
+        if fused:
+            at = context.at if isinstance(context.at, Tensor) else None
+            o = attend_absorbed(q, rows, self.kv_b_proj.weight, self.scaling, at, context.pads, gate)
+            return add(residual, o, self.o_proj), None
         if context.absorbed and self._absorbable():
             o, weights = self._absorbed(q, rows, context.allowed)
         else:
             o, weights = self._expanded(q, rows, context)
         o = o.flatten(-2)  # [B, T, H * V]
-        if gate:
-            o = o * torch.sigmoid(gate[0])
+        if gate is not None:
+            o = o * torch.sigmoid(gate)
         return add(residual, o, self.o_proj), weights
+
+    def _rows(self, new: Tensor, context: ForwardContext, cache: KdaHybridCache | None, fused: bool) -> Tensor:
+        """What `new` `[B, T, L + P]`, as projected, leaves to be read, after what was there before."""
+        norm, memory = self.kv_a_layernorm, None if cache is None else cache.layers[self.layer_idx]
+        if fused and isinstance(context.at, Tensor) and is_plain(norm, new):
+            return append_rows(new, norm.weight, norm.eps, memory.places(new), context.at)
+        latent, shared = new.split([self.latent, self.shared], -1)
+        rows = torch.cat([norm(latent), shared], -1)
+        return rows if memory is None else memory.update(rows, context.at)
+
+    def _fuses(self, q: Tensor, new: Tensor, gate: Tensor | None, context: ForwardContext) -> bool:
+        """Whether kernels may take the place of `_absorbed`, which have no weights to return or to drop."""
+        if not context.absorbed or context.output_attentions or not self._absorbable():
+            return False
+        dropped = self.training and self.config.attention_dropout > 0
+        return not dropped and refuses_absorbed(q, new, self.kv_b_proj.weight, gate) is None
 
     def _expanded(self, q: Tensor, rows: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Keys and values of every head, and the attention function in use."""

@@ -312,14 +312,6 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         if checkpointing and (cache is not None or use_cache):
             logger.warning_once("gradient checkpointing recomputes layers, which no cache can follow: none is used.")
             cache, use_cache = None, False
-        context = ForwardContext(
-            self.config, inputs_embeds, attention_mask, position_ids, seq_idx, cu_seq_lens_q, cache, **kwargs
-        )
-        if cache is None and not context.packed and self._wants_cache(use_cache):
-            cache = KdaHybridCache(self.config)
-        if cache is not None:
-            cache.unfinished = True
-
         wants = {
             name: given if given is not None else getattr(self.config, name, False)
             for name, given in (
@@ -328,6 +320,22 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
                 ("output_router_logits", output_router_logits),
             )
         }
+        context = ForwardContext(
+            self.config,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            seq_idx,
+            cu_seq_lens_q,
+            cache,
+            bool(wants["output_attentions"]),
+            **kwargs,
+        )
+        if cache is None and not context.packed and self._wants_cache(use_cache):
+            cache = KdaHybridCache(self.config)
+        if cache is not None:
+            cache.unfinished = True
+
         hidden_states, blocks, states, attentions, routers = inputs_embeds, (), [], [], []
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer when drafting with an early exit
             states.append(hidden_states)

@@ -25,8 +25,8 @@ from .ops_triton import BACKEND as ops_triton
 
 logger = logging.get_logger(__name__)
 
-# In order of preference. fla's comes last, for who asks for it by name: its results have not been compared on a GPU.
-BACKENDS = (ops_triton, ops_torch, ops_reference, ops_fla)
+# In order of preference.
+BACKENDS = (ops_triton, ops_fla, ops_torch, ops_reference)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _choice = "auto"  # a plain global, which torch.compile can read
 

@@ -114,15 +114,15 @@ def _fuses(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | Non
         return False
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not allowed(NAME) or why_not() is not None:
         return False
-    plain = all(type(layer) is nn.Linear and layer.bias is None and _plain(layer, x) for layer in layers)
+    plain = all(type(layer) is nn.Linear and layer.bias is None and is_plain(layer, x) for layer in layers)
     return (
         plain
-        and (norm is None or _plain(norm.module, x))
+        and (norm is None or is_plain(norm.module, x))
         and all(y.dtype == x.dtype and y.is_contiguous() for y in xs)
     )
 
 
-def _plain(module: nn.Module, x: Tensor) -> bool:
+def is_plain(module: nn.Module, x: Tensor) -> bool:
     """Whether nothing is to happen but the module's own arithmetic on its own weight."""
     weight = module.weight
     # accelerate puts a `forward` of its own there.

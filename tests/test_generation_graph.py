@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from helpers import k3_model, tiny_model, token_ids
-from transformers import CompileConfig
+from transformers import CompileConfig, StoppingCriteria
+from transformers.generation import BaseStreamer
 
-from modeling_kda import KdaHybridCache
+from modeling_kda import KdaHybridCache, generation_kda_hybrid
 from modeling_kda.compat_transformers import CACHE_NAME
 from modeling_kda.generation_graph import StepGraph
 
@@ -59,6 +60,64 @@ def test_step_graph_is_not_for_models_with_hooks(kind, messages):
     step = StepGraph(model)
     assert step.problem == "module 'model.layers.1.mlp' has hooks"
     assert [m for m in messages() if "without a CUDA graph" in m]
+
+
+class Streamed(BaseStreamer):
+    """What a streamer was given."""
+
+    def __init__(self):
+        self.given, self.ended = [], False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.given.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class AfterASixth(StoppingCriteria):
+    """A row is over when a multiple of 6 stands behind its prompt of 9."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, 9:] % 6 == 0).any(1)
+
+
+ASKED = {
+    "greedy": dict(do_sample=False),
+    "sampled": dict(do_sample=True, temperature=0.7, top_k=20),
+    "processed": dict(do_sample=False, repetition_penalty=1.7),
+    "ends": dict(do_sample=True, eos_token_id=list(range(40)), pad_token_id=1),
+    "own criterion": dict(do_sample=True, stopping_criteria=[AfterASixth()]),
+    "one token": dict(do_sample=False, max_new_tokens=1),
+}
+
+
+@pytest.mark.parametrize("given_cache", [False, True])
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("name", ASKED)
+def test_loop_of_a_graph_gives_what_the_loop_of_transformers_gives(name, pads, given_cache, monkeypatch):
+    """Tokens, what is streamed of one row, the random numbers used, and the length of a cache that somebody sees."""
+    model, results, loops = tiny_model(), [], []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, ids = model.to(device), token_ids(9, rows=1 if name == "greedy" else 4).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, : 4 * pads] = 0
+    loop = generation_kda_hybrid.sample
+    monkeypatch.setattr(generation_kda_hybrid, "sample", lambda *args: (loops.append(1), loop(*args))[1])
+    for own in (False, True):
+        monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args, own=own: own)
+        torch.manual_seed(3)
+        streamer = Streamed() if len(ids) == 1 else None
+        cache = KdaHybridCache(model.config, 64) if given_cache else None
+        kind = {"cache": cache} if given_cache else {"cache_implementation": "static"}
+        asked = {"attention_mask": mask, "max_new_tokens": 30, "streamer": streamer, **kind, **ASKED[name]}
+        tokens = model.generate(ids, **asked)
+        results.append((tokens.tolist(), cache and cache.get_seq_length(), torch.rand(()).item()))
+        results[-1] += (streamer and (streamer.given, streamer.ended),)
+    assert loops == [1]
+    assert results[0] == results[1]
+    if name in ("ends", "own criterion"):
+        assert 10 < len(results[0][0][0]) < 39, "no early end was tested"
 
 
 @needs_gpu

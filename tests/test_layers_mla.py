@@ -230,7 +230,7 @@ def test_layer_returns_the_attention_weights():
     _, want = Peer(layer, config)(x)
     for start, end in ((0, 4), (4, 6), (6, 7)):
         piece = x[:, start:end]
-        _, got = layer(piece, ForwardContext(config, piece, cache=cache), cache)
+        _, got = layer(piece, ForwardContext(config, piece, cache=cache, output_attentions=True), cache)
         cache.advance(end - start)
         assert_close(got, want[:, :, start:end, :end], absolute=1e-6)
 

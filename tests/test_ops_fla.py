@@ -1,6 +1,7 @@
 """ops_fla.py on a GPU: values and gradients against float64, by itself and compiled; what it refuses."""
 
 import functools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,21 @@ from modeling_kda import KdaCall, kda, ops_fla, ops_reference, use_backend
 
 
 needs_fla = pytest.mark.skipif(ops_fla.why_not() is not None, reason=str(ops_fla.why_not()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def untuned():
+    """One shape of each kernel is enough: fla would try dozens at every new width, which takes minutes."""
+    if ops_fla.why_not() is not None:
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    for module in [x for name, x in sys.modules.items() if name.startswith("fla.")]:
+        for kernel in list(vars(module).values()):
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = vars(kernel).get("fn") if hasattr(kernel, "__dict__") else None
+            if kernel is not None:
+                kernel.configs = kernel.configs[:1]
 
 
 def there(call: KdaCall) -> KdaCall:
