@@ -1,5 +1,6 @@
 """The decoding step of `generate` as a CUDA graph, one launch for all kernels of a token, and the loop around it."""
 
+import math
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ class StepGraph:
 
     def __init__(self, model: nn.Module):
         self.model = model
+        self.cache, self.length = None, 0  # what a call goes on from, and how many tokens it has seen
         self.warm = False
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.problem = hooks_of(model)
+        self.problem = problem_of(model)
         if self.problem:
             self._give_up(self.problem)
 
@@ -37,6 +39,11 @@ class StepGraph:
         if self.problem or not self._is_step(inputs):
             return self.model(**inputs)
         inputs.pop("position_ids", None)  # of one token they say nothing
+        cache = inputs[CACHE_NAME]
+        if cache is not self.cache:
+            self.cache, self.length = cache, cache.get_seq_length()  # which waits for the device: once
+        cache.check_room(self.length, 1)
+        self.length += 1
         if not self.warm:
             self.warm = True  # what is made at a first call is made now: kernels compiled, workspaces allocated
             return self.model(**inputs)
@@ -61,21 +68,23 @@ class StepGraph:
         """Records the kernels of a call; none of them runs."""
         self.tensors = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor)}
         self.rest = {name: x for name, x in inputs.items() if name not in self.tensors}
-        cache, graph, stream = inputs[CACHE_NAME], torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        device = inputs["input_ids"].device
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         try:
             # Not `torch.cuda.graph`, which collects garbage and gives all unused memory back first.
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream):  # and its device
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self.outputs = self.model(**{**self.rest, **self.tensors})
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            cache.unfinished = False  # nothing ran
+            _restore_random_numbers(device)
+            self.cache.unfinished = False  # nothing ran
             self._give_up(str(error).splitlines()[0])
             return
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = graph
 
     def _like_captured(self, inputs: dict[str, Any]) -> bool:
@@ -92,12 +101,22 @@ class StepGraph:
         logger.warning_once(f"`generate` decodes without a CUDA graph: {problem}.")
 
 
-def hooks_of(model: nn.Module) -> str:
-    """Why Python code must run at every step: a graph would leave it out. Empty if it need not."""
+def _restore_random_numbers(device: torch.device) -> None:
+    """After a capture that failed, torch's generator waits for its end, and gives no numbers: until one has ended."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.empty(1, device=device).zero_()
+        graph.capture_end()
+
+
+def problem_of(model: nn.Module) -> str:
+    """Why a step cannot be a graph, which leaves Python code out and is for one device. Empty if it can."""
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"module {name!r} has hooks"
-    return ""
+    devices = sorted({str(x.device) for x in model.parameters()})
+    return f"its weights lie on {', '.join(devices)}" if len(devices) > 1 else ""
 
 
 def sample(
@@ -117,8 +136,8 @@ def sample(
     """
     cache, mask = model_kwargs[CACHE_NAME], model_kwargs.get("attention_mask")
     ahead = not getattr(cache, "_is_user_defined", False)
-    most, criteria = stopping_criteria.max_length, StoppingCriteriaList()
-    criteria.extend(x for x in stopping_criteria if not isinstance(x, MaxLengthCriteria))
+    most = min((x.max_length for x in stopping_criteria if type(x) is MaxLengthCriteria), default=math.inf)
+    criteria = StoppingCriteriaList([x for x in stopping_criteria if type(x) is not MaxLengthCriteria])
     pads = any(hasattr(x, "eos_token_id") for x in criteria)
     going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
     looked = _Glance(len(input_ids) + 1, input_ids.device)
@@ -134,7 +153,7 @@ def sample(
     while True:
         logits = outputs.logits[:, -1]
         if logits_processor or generation_config.do_sample:
-            logits = logits_processor(input_ids, logits.float())
+            logits = logits_processor(input_ids, logits.to(torch.float32, copy=True))  # the graph writes there again
         del outputs  # those of a long prompt are large
         if generation_config.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
@@ -143,7 +162,7 @@ def sample(
         if pads:
             tokens = torch.where(going, tokens, generation_config._pad_token_tensor)
         input_ids = torch.cat([input_ids, tokens.unsqueeze(1)], 1)
-        last = input_ids.shape[1] == most
+        last = input_ids.shape[1] >= most
         if criteria:
             going = going & ~criteria(input_ids, None)
         if criteria or streamer is not None:
@@ -172,7 +191,7 @@ class _Glance:
     def at(self, x: Tensor) -> None:
         self.host.copy_(x, non_blocking=True)
         if self.ready is not None:
-            self.ready.record()
+            self.ready.record(torch.cuda.current_stream(x.device))
 
     def values(self) -> Tensor:
         if self.ready is not None:

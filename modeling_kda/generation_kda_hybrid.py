@@ -5,19 +5,24 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerationMode
 
 from .cache_kda_hybrid import KdaHybridCache
 from .cache_memory import RECORD
 from .compat_transformers import CACHE_NAME, one_cache
-from .generation_graph import StepGraph, sample
+from .generation_graph import StepGraph, problem_of, sample
+
+
+FEW = 16  # Tokens. For fewer, capturing a graph takes longer than it saves.
+MOST_BYTES = 2**30  # of room for tokens that may never come
 
 
 class KdaGenerationMixin(GenerationMixin):
     """`generate` for a model whose `forward` takes a `KdaHybridCache`."""
 
-    _static_length = 0  # of the largest static cache made so far
+    _static_length = 0  # of the largest static cache made so far for a compiled step
 
     def generate(
         self,
@@ -103,7 +108,8 @@ class KdaGenerationMixin(GenerationMixin):
         if isinstance(given, KdaHybridCache):
             given.check_room(0, max_cache_length)
         if given is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE_NAME] = self._new_cache(generation_config, max_cache_length)
+            default = "static" if self._graph_pays(generation_config, generation_mode, batch_size) else "dynamic"
+            model_kwargs[CACHE_NAME] = self._new_cache(generation_config, max_cache_length, default)
         else:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -112,16 +118,34 @@ class KdaGenerationMixin(GenerationMixin):
         if isinstance(cache, KdaHybridCache):
             cache.unpadded = mask is not None and mask.ndim == 2 and bool(mask.all())
 
-    def _new_cache(self, generation_config: GenerationConfig, max_length: int) -> KdaHybridCache:
-        """A cache of the kind that is asked for."""
-        kind = generation_config.cache_implementation
-        if kind in (None, "dynamic", "offloaded"):
+    def _graph_pays(self, generation_config: GenerationConfig, mode: GenerationMode, rows: int) -> bool:
+        """Whether a static cache, and so a CUDA graph, is faster, and nobody can tell but by that."""
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            return False
+        asked = generation_config.cache_implementation or generation_config.disable_compile
+        seen = generation_config.return_dict_in_generate or generation_config.is_assistant
+        if self.device.type != "cuda" or asked or seen or self._compile_config(generation_config) is not None:
+            return False
+        tokens, config = generation_config.max_new_tokens or 0, self.config
+        row = (config.kv_lora_rank + config.qk_rope_head_dim) * config.layer_types.count("full_attention")
+        if tokens < FEW or rows * tokens * row * self.dtype.itemsize > MOST_BYTES:
+            return False
+        if problem_of(self) or getattr(self, "hf_quantizer", None) is not None:
+            return False
+        return all(type(x) is Parameter for x in self.parameters())
+
+    def _new_cache(self, generation_config: GenerationConfig, max_length: int, default: str) -> KdaHybridCache:
+        """A cache of the kind that is asked for, or of the `default` kind."""
+        kind = generation_config.cache_implementation or default
+        if kind in ("dynamic", "offloaded"):
             cache = KdaHybridCache(self.config, offloading=kind == "offloaded")
         elif kind == "static":
-            drafts = generation_config.prompt_lookup_num_tokens or 0  # they may go beyond the last token
-            # As large as any before, so that what was compiled for one still fits.
-            self._static_length = max(max_length + drafts, generation_config.max_cache_len or 0, self._static_length)
-            cache = KdaHybridCache(self.config, self._static_length)
+            length = max_length + (generation_config.prompt_lookup_num_tokens or 0)  # drafts may go beyond the last
+            length = max(length, generation_config.max_cache_len or 0)
+            if self._compile_config(generation_config) is not None:
+                # As large as any before, so that what was compiled for one still fits.
+                length = self._static_length = max(length, self._static_length)
+            cache = KdaHybridCache(self.config, length)
         else:
             raise NotImplementedError(
                 f"`cache_implementation` {kind!r} is not built for recurrent states. There are 'dynamic' (the "
@@ -130,6 +154,10 @@ class KdaGenerationMixin(GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()  # its drafts may be taken back
         return cache
+
+    def _compile_config(self, generation_config: GenerationConfig) -> CompileConfig | None:
+        """How torch is to compile a step, if it is."""
+        return generation_config.compile_config or getattr(self.generation_config, "compile_config", None)
 
     def _sample(
         self,
@@ -148,7 +176,8 @@ class KdaGenerationMixin(GenerationMixin):
         if plain and self._valid_auto_compile_criteria(model_kwargs, generation_config):
             step = self.get_compiled_call(generation_config.compile_config)
             if isinstance(step, StepGraph) and not step.problem:
-                return sample(self, step, *args, streamer, model_kwargs)
+                with self._optimize_model_for_decode():
+                    return sample(self, step, *args, streamer, model_kwargs)
         return super()._sample(*args, synced_gpus, streamer, **model_kwargs)
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
@@ -163,6 +192,7 @@ class KdaGenerationMixin(GenerationMixin):
         """The mask of a step on a static cache: for one token, of one length for all steps."""
         if attention_mask is None or inputs_embeds.shape[1] != 1:
             return attention_mask
+        attention_mask = attention_mask != 0  # of any number type
         return F.pad(attention_mask, (0, kwargs[CACHE_NAME].max_cache_len - attention_mask.shape[1]))
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:

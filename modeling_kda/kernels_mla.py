@@ -16,7 +16,7 @@ except ImportError:
     raise
 
 
-@triton.jit
+@triton.jit(debug=True)
 def append(
     new,
     new_stride,
@@ -26,13 +26,17 @@ def append(
     stride,
     at,
     T,
+    S,
     L: tl.constexpr,
     P: tl.constexpr,
     BL: tl.constexpr,
     BP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token's row: its latent normalised as by `layers_mlp.RMSNorm`, its shared key as it is."""
+    """One token's row: its latent normalised as by `layers_mlp.RMSNorm`, its shared key as it is.
+
+    The host does not know where the row goes: beyond the cache nothing is written, and a GPU says so and stops.
+    """
     if EARLY:
         gdc_launch_dependents()
     x = tl.program_id(0)
@@ -41,13 +45,15 @@ def append(
     if EARLY:
         gdc_wait()
     new += x.to(tl.int64) * new_stride
-    rows += (x // T).to(tl.int64) * stride + tl.load(at + x % T).to(tl.int64) * (L + P)
+    place = tl.load(at + x % T).to(tl.int64)
+    tl.device_assert(place < S, "no room for another token in the static cache")
+    rows += (x // T).to(tl.int64) * stride + place * (L + P)
     value = tl.load(new + latent, latent < L, other=0.0).to(tl.float32)
     value = (value * tl.rsqrt(tl.sum(value * value, 0) / L + eps)).to(rows.dtype.element_ty)
-    tl.store(rows + latent, (value.to(tl.float32) * weight).to(rows.dtype.element_ty), latent < L)
+    tl.store(rows + latent, (value.to(tl.float32) * weight).to(rows.dtype.element_ty), (latent < L) & (place < S))
     if P > 0:
         value = tl.load(new + L + shared, shared < P, other=0.0)
-        tl.store(rows + L + shared, value, shared < P)
+        tl.store(rows + L + shared, value, (shared < P) & (place < S))
 
 
 @triton.jit

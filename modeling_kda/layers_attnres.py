@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .ops_attnres import mix as mix_in_kernel
+from .ops_attnres import mix_backward as mix_backward_in_kernel
+from .ops_attnres import mixes
 from .ops_reference import OPERATORS, wide
 
 
@@ -69,6 +72,9 @@ def _weights(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Ten
 )
 def _mix(weight: Tensor, eps: float, candidates: Sequence[Tensor]) -> Tensor:
     out = torch.empty_like(candidates[-1], memory_format=torch.contiguous_format)
+    if mixes(weight, candidates):
+        mix_in_kernel(weight, eps, candidates, out)
+        return out
     rows = out.view(-1, out.shape[-1])
     for tokens, x in _slices(candidates):
         rows[tokens] = (_weights(x, weight, eps)[2] * x).sum(0)
@@ -87,9 +93,11 @@ def _(weight: Tensor, eps: float, candidates: Sequence[Tensor]) -> Tensor:
 )
 def _mix_backward(weight: Tensor, eps: float, candidates: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
     """Gradients of the weight and of every candidate."""
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in candidates]
+    if mixes(weight, candidates):
+        return [mix_backward_in_kernel(weight, eps, candidates, grad, grads), *grads]
     rows = grad.flatten(0, -2)
     to_weight = torch.zeros_like(weight)
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in candidates]
     for tokens, x in _slices(candidates):
         d = wide(rows[tokens])
         rate, product, p = _weights(x, weight, eps)

@@ -63,7 +63,7 @@ class MultiHeadLatentAttention(nn.Module):
             [q] = linears([q], [self.q_b_proj], Before(self.q_a_layernorm))
         q = q.unflatten(-1, (self.heads, self.nope + self.shared))  # [B, T, H, N + P]
         gate = gate[0] if gate else None
-        fused = self._fuses(q, new, gate, context)
+        fused = self._fuses(q, new, gate, context, cache)
         rows = self._rows(new, context, cache, fused)  # [B, S, L + P]
         if fused:
             at = context.at if isinstance(context.at, Tensor) else None
@@ -87,12 +87,18 @@ class MultiHeadLatentAttention(nn.Module):
         rows = torch.cat([norm(latent), shared], -1)
         return rows if memory is None else memory.update(rows, context.at)
 
-    def _fuses(self, q: Tensor, new: Tensor, gate: Tensor | None, context: ForwardContext) -> bool:
+    def _fuses(
+        self, q: Tensor, new: Tensor, gate: Tensor | None, context: ForwardContext, cache: KdaHybridCache | None
+    ) -> bool:
         """Whether kernels may take the place of `_absorbed`, which have no weights to return or to drop."""
         if not context.absorbed or context.output_attentions or not self._absorbable():
             return False
-        dropped = self.training and self.config.attention_dropout > 0
-        return not dropped and refuses_absorbed(q, new, self.kv_b_proj.weight, gate) is None
+        if self.training and self.config.attention_dropout > 0:
+            return False
+        past = None if cache is None else cache.layers[self.layer_idx].rows
+        if past is not None and past.data.requires_grad and torch.is_grad_enabled():
+            return False
+        return refuses_absorbed(q, new, self.kv_b_proj.weight, gate) is None
 
     def _expanded(self, q: Tensor, rows: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Keys and values of every head, and the attention function in use."""

@@ -18,6 +18,7 @@ from .ops_kda import allowed
 from .ops_linear import Before, add, gated
 from .ops_moe import BACKEND as ops_moe
 from .ops_reference import OPERATORS, wide, without_autocast
+from .ops_rows import activate, activates, normalises, rms_norm
 from .weights_mxfp4 import BLOCK, decode
 
 
@@ -30,6 +31,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if normalises(x, self.weight):
+            return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(wide(x), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
 
@@ -95,6 +98,8 @@ class GatedActivation(nn.Module):
             self.fused = (self.betas[0], self.betas[1] or 0.0)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.fused is not None and activates(gate, up):
+            return activate(gate, up, *self.fused)
         return situ(gate, up, *self.betas) if self.situ else self.act_fn(gate) * up
 
 

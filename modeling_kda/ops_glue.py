@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .ops_mixer import MixerCall
-from .ops_reference import OPERATORS
+from .ops_operator import operator
 from .ops_triton import ceil, device_of, interprets, power, rows_of
 
 
@@ -56,7 +56,7 @@ def normalise(o: Tensor, norm: Tensor, out_gate: Tensor, eps: float) -> Tensor:
     return _normalise(o, norm, out_gate, eps)
 
 
-@torch.library.custom_op(f"{OPERATORS}::convolve", mutates_args=())
+@operator("convolve")
 def _convolve(
     q: Tensor,
     k: Tensor,
@@ -92,7 +92,7 @@ def _count(q: Tensor, cu_seqlens: Tensor | None) -> int:
     return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-@torch.library.custom_op(f"{OPERATORS}::convolve_backward", mutates_args=())
+@operator("convolve_backward")
 def _convolve_backward(
     q: Tensor,
     k: Tensor,
@@ -181,7 +181,7 @@ def _of_convolve(ctx: Any, *to: Tensor | None) -> tuple[Tensor | None, ...]:
 _convolve.register_autograd(_of_convolve, setup_context=_save_for_convolve_backward)
 
 
-@torch.library.custom_op(f"{OPERATORS}::normalise", mutates_args=())
+@operator("normalise")
 def _normalise(o: Tensor, norm: Tensor, gate: Tensor, eps: float) -> Tensor:
     """See `kernels_glue.normalise`."""
     from .kernels_glue import normalise
@@ -200,7 +200,7 @@ def _(o, norm, gate, eps):
     return o.new_empty(o.shape)
 
 
-@torch.library.custom_op(f"{OPERATORS}::normalise_backward", mutates_args=())
+@operator("normalise_backward")
 def _normalise_backward(
     o: Tensor, norm: Tensor, gate: Tensor, eps: float, to_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

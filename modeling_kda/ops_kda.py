@@ -50,7 +50,7 @@ def mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
     if allowed(ops_triton.NAME) and not (ops_triton.why_not() or ops_triton.refuses_mixer(call)):
         with without_autocast(call.q):
             return ops_triton.run_mixer(call)
-    if _choice not in (ops_torch.NAME, ops_reference.NAME) and not (ops_triton.why_not() or refuses_glue(call)):
+    if not (leaves_out_kernels() or ops_triton.why_not() or refuses_glue(call)):
         return compose(call, kda, convolve, normalise)
     return compose(call, kda)
 
@@ -77,6 +77,11 @@ def use_backend(name: str) -> Iterator[None]:
 def allowed(name: str) -> bool:
     """Whether the user leaves the choice to run kernels of this backend."""
     return _choice in ("auto", name)
+
+
+def leaves_out_kernels() -> bool:
+    """Whether the user wants plain torch around the operation, too."""
+    return _choice in (ops_torch.NAME, ops_reference.NAME)
 
 
 def backend_report() -> str:

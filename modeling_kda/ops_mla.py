@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .ops_kda import allowed
-from .ops_reference import OPERATORS
+from .ops_operator import operator
 from .ops_triton import NAME, ceil, device_of, early, interprets, power, rows_of, why_not
 
 
@@ -41,6 +41,8 @@ def refuses_absorbed(q: Tensor, rows: Tensor, matrix: Tensor, gate: Tensor | Non
         return f"dtype {', '.join(sorted({str(x.dtype) for x in tensors}))}"
     if any(x.device != device for x in tensors):
         return "several devices"
+    if not matrix.is_contiguous():
+        return "a matrix that does not lie in one piece"
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "gradients"
     if not 0 < T <= MOST_TOKENS or not q.numel():
@@ -111,7 +113,7 @@ def _plan(q: Tensor, S: int) -> Plan:
     return Plan(BQ, TILE, splits, warps=4, stages=3 if short else 1)
 
 
-@torch.library.custom_op(f"{OPERATORS}::attend_absorbed", mutates_args=())
+@operator("attend_absorbed")
 def _attend(
     q: Tensor,
     rows: Tensor,
@@ -129,7 +131,7 @@ def _attend(
     N, V = width - P, matrix.shape[0] // H - (width - P)
     BQ, BS, splits, warps, stages = _plan(q, S)
     blocks, BL, BP = ceil(T * H, BQ), _tile(L), _tile(P)
-    matrix, rows, flat = matrix.contiguous(), _in_line(rows), rows_of(q.flatten(2))
+    rows, flat, pads = _in_line(rows), rows_of(q.flatten(2)), None if pads is None else pads.contiguous()
     absorbed = q.new_empty(X, H, R)
     parts = q.new_empty(B, blocks, splits, BQ, L)
     sums = q.new_empty(B, blocks, splits, BQ, dtype=torch.float32)
@@ -217,7 +219,7 @@ def _attend_empty(q: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
     return q.new_empty(B, T, matrix.shape[0] - H * (width - (rows.shape[2] - matrix.shape[1])))
 
 
-@torch.library.custom_op(f"{OPERATORS}::append_rows", mutates_args=("rows",))
+@operator("append_rows", mutates_args=("rows",))
 def _append(new: Tensor, norm: Tensor, eps: float, rows: Tensor, at: Tensor) -> None:
     """See `kernels_mla.append`."""
     from .kernels_mla import append
@@ -234,6 +236,7 @@ def _append(new: Tensor, norm: Tensor, eps: float, rows: Tensor, at: Tensor) -> 
             rows.stride(0),
             at,
             T,
+            rows.shape[1],
             L=L,
             P=R - L,
             BL=_tile(L),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ops_reference import OPERATORS
+from .ops_operator import operator
 from .ops_triton import DTYPES, NAME, ceil, device_of, early, interprets, power, why_not
 from .weights_mxfp4 import BLOCK
 
@@ -100,7 +100,7 @@ def run(
     return _experts(hidden_states, index, weights, gate_up, down, gate_up_scale, down_scale, *betas)
 
 
-@torch.library.custom_op(f"{OPERATORS}::experts", mutates_args=())
+@operator("experts")
 def _experts(
     x: Tensor,
     index: Tensor,

@@ -1,4 +1,5 @@
-"""Our own Triton kernels as a backend: a few tokens on a GPU, the whole of a layer between its projections at once.
+"""Our own Triton kernels as a backend, on a GPU and without gradients: a few tokens with the whole of a layer between
+its projections at once, and many tokens in chunks.
 
 Runs under Triton's interpreter too (`TRITON_INTERPRET=1`, set before anything imports triton), on the CPU and slowly:
 that is how it is tested where there is no GPU.
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor
 
 from .ops_mixer import MixerCall, Moved
-from .ops_reference import OPERATORS, UNIT_EPS, KdaCall, writable
+from .ops_operator import operator
+from .ops_reference import UNIT_EPS, KdaCall, writable
 
 
 NAME = "triton"
 
-MOST_TOKENS = 16  # Beyond, a chunk is faster: a step keeps the state of one head in one program's registers.
+MOST_TOKENS = 16  # of a step, which keeps the state of one head in one program's registers. Beyond, chunks are faster.
 MOST_WIDTH = 128
+CHUNK = 16  # tokens
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -54,8 +57,11 @@ def early(x: Tensor) -> dict[str, bool]:
 
 def refuses(call: KdaCall) -> str | None:
     """Why this backend cannot run `call`, or None."""
+    T = call.q.shape[1]
     tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias, call.state)
-    return _refuses(tensors, call.q.shape[1], call.q.shape[-1], call.v.shape[-1])
+    if T > MOST_TOKENS and call.writes is not None:
+        return f"of more than {MOST_TOKENS} tokens it does not say what is written"
+    return _refuses(tensors, min(T, MOST_TOKENS), call.q.shape[-1], call.v.shape[-1])
 
 
 def refuses_mixer(call: MixerCall) -> str | None:
@@ -87,6 +93,10 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
     if state is None:
         state = call.initial_state(torch.float32)
     o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    if call.q.shape[1] > MOST_TOKENS:
+        tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias)
+        _chunk(*tensors, call.lower_bound or 0.0, state, call.cu_seqlens, o)
+        return o, state
     writes = None if call.writes is None else torch.empty_like(o, dtype=torch.float32)
     _step(
         call.q.flatten(2),
@@ -161,8 +171,8 @@ def _own(x: Tensor | None, overwrite: bool, dtype: torch.dtype) -> Tensor | None
 
 
 # It writes into what it gets: an operator that changes its inputs must not return a list as well.
-@torch.library.custom_op(
-    f"{OPERATORS}::step",
+@operator(
+    "step",
     mutates_args=("window", "state", "o", "to_k", "to_g", "writes"),
     schema="(Tensor q, Tensor k, Tensor v, Tensor[] taps, Tensor(a!)? window, Tensor gate, Tensor beta, Tensor A_log, "
     "Tensor dt_bias, float bound, Tensor(b!) state, Tensor? out_gate, Tensor? norm, float eps, Tensor? real, "
@@ -250,6 +260,61 @@ def _step(
 
 
 @_step.register_fake
+def _(*args: Any) -> None:
+    pass
+
+
+@operator("chunk", mutates_args=("state", "o"))
+def _chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    bound: float,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+) -> None:
+    """See `kernels_chunk`: two launches."""
+    from .kernels_chunk import prepare, recur
+
+    (B, T), (N, H, V, K) = q.shape[:2], state.shape
+    if not (B and T and N and H and K and V):
+        return
+    slots = B * ceil(T, CHUNK) if cu_seqlens is None else T // CHUNK + N
+    BK, BV, part = max(16, power(K)), max(16, power(V)), min(32, max(16, power(V)))
+    widths = dict(K=K, V=V, C=CHUNK, BK=BK, BV=BV, PACKED=cu_seqlens is not None)
+    to_q, to_k, to_w = (v.new_empty(slots, H, CHUNK, BK) for _ in range(3))
+    to_u, to_scores = v.new_empty(slots, H, BV, CHUNK), v.new_empty(slots, H, CHUNK, CHUNK)
+    to_decay = v.new_empty(slots, H, BK, dtype=torch.float32)
+    prepared = (to_q, to_k, to_w, to_u, to_scores, to_decay)
+    rows = [*(rows_of(x.flatten(2)) for x in (q, k, v, gate)), rows_of(beta)]
+    with device_of(q):
+        prepare[(slots * H,)](
+            *(y for x in rows for y in (x, x.stride(0))),
+            A_log.contiguous(),
+            dt_bias.contiguous(),
+            cu_seqlens,
+            *prepared,
+            T,
+            H,
+            N,
+            **widths,
+            BS=8,
+            BOUND=bound,
+            UNIT_EPS=UNIT_EPS,
+            PRECISION="ieee" if v.dtype == torch.float32 else "tf32",
+            num_warps=1,
+        )
+        recur[(ceil(V, part) * H * N,)](
+            *prepared, state, cu_seqlens, o, T, H, **widths, PART=part, STAGES=4, num_warps=part // 16
+        )
+
+
+@_chunk.register_fake
 def _(*args: Any) -> None:
     pass
 

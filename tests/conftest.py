@@ -14,7 +14,16 @@ torch.set_num_threads(1)
 collect_ignore = (
     []
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")
-    else ["test_ops_glue.py", "test_ops_linear.py", "test_ops_mla.py", "test_ops_moe.py", "test_ops_triton.py"]
+    else [
+        "test_ops_attnres.py",
+        "test_ops_chunk.py",
+        "test_ops_glue.py",
+        "test_ops_linear.py",
+        "test_ops_mla.py",
+        "test_ops_moe.py",
+        "test_ops_rows.py",
+        "test_ops_triton.py",
+    ]
 )
 
 

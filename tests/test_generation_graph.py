@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import k3_model, tiny_model, token_ids
 from transformers import CompileConfig, StoppingCriteria
-from transformers.generation import BaseStreamer
+from transformers.generation import BaseStreamer, LogitsProcessor, MaxLengthCriteria
 
 from modeling_kda import KdaHybridCache, generation_kda_hybrid
 from modeling_kda.compat_transformers import CACHE_NAME
@@ -82,6 +82,13 @@ class AfterASixth(StoppingCriteria):
         return (input_ids[:, 9:] % 6 == 0).any(1)
 
 
+class OfThisClass(MaxLengthCriteria):
+    """A length of its own, which is longer."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids[:, 2:], scores, **kwargs)
+
+
 ASKED = {
     "greedy": dict(do_sample=False),
     "sampled": dict(do_sample=True, temperature=0.7, top_k=20),
@@ -89,6 +96,9 @@ ASKED = {
     "ends": dict(do_sample=True, eos_token_id=list(range(40)), pad_token_id=1),
     "own criterion": dict(do_sample=True, stopping_criteria=[AfterASixth()]),
     "one token": dict(do_sample=False, max_new_tokens=1),
+    "a length below the prompt": dict(do_sample=False, stopping_criteria=[MaxLengthCriteria(5)]),
+    "two lengths": dict(do_sample=False, stopping_criteria=[MaxLengthCriteria(15), MaxLengthCriteria(12)]),
+    "a length of another class": dict(do_sample=False, stopping_criteria=[OfThisClass(14)]),
 }
 
 
@@ -118,6 +128,78 @@ def test_loop_of_a_graph_gives_what_the_loop_of_transformers_gives(name, pads, g
     assert results[0] == results[1]
     if name in ("ends", "own criterion"):
         assert 10 < len(results[0][0][0]) < 39, "no early end was tested"
+
+
+class Kept(LogitsProcessor):
+    """Keeps the scores that it gets."""
+
+    def __init__(self):
+        self.scores = []
+
+    def __call__(self, input_ids, scores):
+        self.scores.append(scores)
+        return scores
+
+
+class Reusing(StepGraph):
+    """Returns the same tensors every time, as a graph does."""
+
+    outputs = None
+
+    def __call__(self, **inputs):
+        new = super().__call__(**inputs)
+        self.outputs = self.outputs or new
+        self.outputs.logits.copy_(new.logits)
+        return self.outputs
+
+
+def test_processors_may_keep_scores(monkeypatch):
+    model, kept = tiny_model(), [Kept(), Kept()]
+    monkeypatch.setattr(generation_kda_hybrid, "StepGraph", Reusing)
+    for own, processor in zip((False, True), kept):
+        monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args, own=own: own)
+        asked = dict(cache_implementation="static", max_new_tokens=6, do_sample=False)
+        model.generate(token_ids(7), logits_processor=[processor], **asked)
+    assert len(kept[0].scores) == 6
+    for got, want in zip(kept[1].scores, kept[0].scores, strict=True):
+        assert torch.equal(got, want)
+
+
+ALONE = dict(do_sample=False, max_new_tokens=16)
+WITHOUT = {
+    "few tokens": dict(max_new_tokens=15),
+    "much room": dict(max_new_tokens=2**30),
+    "beams": dict(num_beams=2),
+    "drafts": dict(prompt_lookup_num_tokens=3),
+    "a cache that is returned": dict(return_dict_in_generate=True),
+    "a dynamic cache": dict(cache_implementation="dynamic"),
+    "no graph": dict(disable_compile=True),
+    "another way to compile": dict(compile_config=CompileConfig()),
+}
+
+
+@pytest.mark.parametrize("why", ["nothing", "a hook", *WITHOUT])
+def test_generate_takes_a_static_cache_where_a_graph_pays(why, monkeypatch):
+    class Made(Exception):
+        pass
+
+    def made(self, config, length: int, default: str):
+        raise Made(config.cache_implementation or default)
+
+    model = tiny_model()
+    monkeypatch.setattr(type(model), "_new_cache", made)
+    choose = type(model)._graph_pays
+
+    def on_a_gpu(self, *args) -> bool:
+        with monkeypatch.context() as patched:
+            patched.setattr(type(model), "device", torch.device("cuda"))
+            return choose(self, *args)
+
+    monkeypatch.setattr(type(model), "_graph_pays", on_a_gpu)
+    if why == "a hook":
+        model.model.norm.register_forward_hook(lambda *args: None)
+    with pytest.raises(Made, match="static" if why == "nothing" else "dynamic"):
+        model.generate(token_ids(5), **{**ALONE, **WITHOUT.get(why, {})})
 
 
 @needs_gpu
@@ -171,3 +253,14 @@ def test_step_graph_says_what_it_cannot_capture_and_goes_on(monkeypatch, message
     assert step.problem
     assert (got - want).abs().max() < 1e-4
     assert [m for m in messages() if "without a CUDA graph" in m]
+    assert torch.isfinite(torch.randn(3, device="cuda")).all(), "torch has random numbers as before"
+
+
+@needs_gpu
+def test_generate_with_a_graph_stops_where_the_cache_ends():
+    model, ids = MODELS["KDA and MLA"]().cuda(), token_ids(25).cuda()
+    cache = KdaHybridCache(model.config, 30)
+    model(ids[:, :20], cache=cache)
+    given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+    with pytest.raises(ValueError, match="30"):
+        model.generate(ids[:, 20:], cache=cache, **given)

@@ -232,9 +232,9 @@ def test_operators_say_what_they_do():
     """Their fake versions, schemas and gradients agree with what they do, also when sizes are symbols."""
     call = there(make_mixer_call(1, 2, H=1, K=3, V=2, W=2, cu_seqlens=[0, 1, 1, 2]))
     tensors = [x.requires_grad_() for x in (call.q, call.k, call.v, *call.taps, call.window)]
-    torch.library.opcheck(ops_glue._convolve, (*tensors, call.packing.cu_seqlens))
+    torch.library.opcheck(ops_glue._convolve.op, (*tensors, call.packing.cu_seqlens))
     o = torch.randn(call.out_gate.shape, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(ops_glue._normalise, (o, call.norm.requires_grad_(), call.out_gate, call.eps))
+    torch.library.opcheck(ops_glue._normalise.op, (o, call.norm.requires_grad_(), call.out_gate, call.eps))
 
 
 REFUSED = {

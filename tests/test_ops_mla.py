@@ -218,6 +218,37 @@ def test_rows_are_appended_as_the_layer_makes_them(T, P, dtype):
     assert torch.equal(rows[..., L:], want[..., L:])
 
 
+def test_attention_takes_pads_of_any_strides():
+    case = make(3, 1, 20)
+    pads = torch.rand(20, 3) > 0.3
+    pads[0] = True
+    check(replace(case, pads=pads.t()))
+
+
+def test_past_that_needs_gradients_gets_them(called):
+    model, ids = model_of(), token_ids(9).to(DEVICE)
+    grads = []
+    for backend in ("auto", "torch"):
+        cache, embeds = KdaHybridCache(model.config), model.get_input_embeddings()(ids).detach()
+        with use_backend(backend), torch.enable_grad():
+            past = embeds[:, :8].clone().requires_grad_()
+            for x in model.parameters():
+                x.requires_grad_(False)
+            model(inputs_embeds=past, cache=cache)
+            model(inputs_embeds=embeds[:, 8:], cache=cache).logits.sum().backward()
+        grads.append(past.grad)
+    assert called == []
+    assert_close(grads[0], grads[1], absolute=0, relative=1e-5)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="an assertion on a GPU ends the process")
+def test_rows_beyond_the_cache_are_not_written():
+    norm, whole = norm_of(6, torch.float32), torch.zeros(3, 9, 8)
+    append_rows(torch.randn(1, 2, 8), norm.weight, norm.eps, whole[1:2], torch.tensor([8, 9]))
+    assert whole[1, 8].all()
+    assert not torch.cat([whole[0], whole[1, :8], whole[2]]).any()
+
+
 REFUSED = {
     "no tokens, or more than 16": lambda: make(1, 17, 20),
     "dtype torch.float64": lambda: make(dtype=torch.float64),

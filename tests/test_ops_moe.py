@@ -216,7 +216,7 @@ def test_sums_are_float32_and_rounded_once():
 def test_operator_is_registered_as_torch_wants_it():
     experts = make(packed=True, L=32, I=32)
     weights = [getattr(experts, name).detach() for name in experts.WEIGHTS]
-    torch.library.opcheck(ops_moe._experts, (*tokens(experts, X=1), *weights, 0.0, 0.0))
+    torch.library.opcheck(ops_moe._experts.op, (*tokens(experts, X=1), *weights, 0.0, 0.0))
 
 
 # In the layers

@@ -194,7 +194,8 @@ def benchmark_tables(printed: str) -> dict[str, str]:
     makers = {
         "points": ("context", _context_table),
         "drafts": ("drafts", _drafts_tables),
-        "decode": ("decode", _decode_table),
+        "steps": ("step", _step_table),
+        "models": ("gpu", _gpu_table),
         "drift": ("drift", _drift_table),
     }
     blocks: dict[str, list[str]] = {}
@@ -239,10 +240,36 @@ def _drafts_tables(report: dict[str, Any]) -> str:
     return "".join([*lines, _where(report["machine"])])
 
 
-def _decode_table(report: dict[str, Any]) -> str:
-    lines = ["| a decoding step | batch | ms | kernels launched |\n", "| --- | ---: | ---: | ---: |\n"]
-    for x in report["decode"]:
-        lines.append(f"| {x['kind']} | {x['batch']} | {_digits(x['ms'])} | {x['launches']} |\n")
+def _step_table(report: dict[str, Any]) -> str:
+    lines = [
+        "| batch | floor, us | here, all of a layer | fla, the recurrence alone | largest error here |\n",
+        "| ---: | ---: | ---: | ---: | ---: |\n",
+    ]
+    for x in report["steps"]:
+        times = [_digits(x["floor"]), *(_digits(x[side]["cold"]) if side in x else "-" for side in ("ours", "fla"))]
+        lines.append(f"| {x['batch']} | {' | '.join(times)} | {x['error']:.0e} |\n")
+    return "".join([*lines, _where(report["machine"])])
+
+
+def _gpu_table(report: dict[str, Any]) -> str:
+    rows: dict[str, dict[str, str]] = {}
+    for x in report["models"]:
+        name = x["model"].replace("experts", "hybrid")
+        for y in x["decode"]:
+            kind = f"decode after {y['context']:,}, {y['cache']} cache, tokens/s"
+            kind += ", experts" * ("experts" in x["model"])
+            floor = f" (floor {_digits(y['floor'])})" if name == "hybrid" and y["cache"] == "static" else ""
+            rows.setdefault(kind, {})[name] = _digits(y["tok_s"]) + floor
+        if x["decode"] and "experts" not in x["model"]:
+            rows.setdefault("first token of the first call, s", {})[name] = _digits(x["decode"][0]["first_call"])
+        for y in x["prefill"]:
+            rows.setdefault(f"prefill of {y['tokens']:,}, tokens/s", {})[name] = _digits(y["tok_s"])
+            rows.setdefault(f"cache after {y['tokens']:,}, MiB", {})[name] = _digits(y["cache_mib"])
+        for key, unit in (("tok_s", "tokens/s"), ("peak_gib", "peak GiB")) if "training" in x else ():
+            rows.setdefault(f"training on 2 x 4,096, {unit}", {})[name] = _digits(x["training"][key])
+    names = list(dict.fromkeys(name for cells in rows.values() for name in cells))
+    lines = [f"| | {' | '.join(names)} |\n", f"| --- | {' | '.join(['---:'] * len(names))} |\n"]
+    lines += [f"| {kind} | {' | '.join(cells.get(name, '') for name in names)} |\n" for kind, cells in rows.items()]
     return "".join([*lines, _where(report["machine"])])
 
 

@@ -91,8 +91,6 @@ def decode(model: torch.nn.Module, kind: str, context: int, tokens: int) -> dict
     config = GenerationConfig(
         max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0, cache_implementation=kind
     )
-    if kind == "dynamic":
-        config.cache_implementation = None
     torch.cuda.synchronize()
     start = time.perf_counter()
     model.generate(ids, generation_config=config, logits_processor=LogitsProcessorList([clock]))

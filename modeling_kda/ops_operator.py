@@ -1,0 +1,70 @@
+"""Functions that launch kernels, as operators of torch: compiled code, tracers and transforms see one node each.
+
+Where none of these looks, an operator is called as the function it is: torch's way to operators written in Python, and
+back with gradients, takes some 100 microseconds a call, in which a GPU could have run a layer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .ops_reference import OPERATORS
+
+
+class Operator:
+    """A function of tensors as an operator of torch.
+
+    Attributes:
+        op: the operator.
+        function: the function.
+    """
+
+    def __init__(self, name: str, function: Callable, mutates_args: Sequence[str], schema: str | None):
+        declare = torch.library.custom_op(f"{OPERATORS}::{name}", mutates_args=mutates_args, schema=schema)
+        self.function, self.op = function, declare(function)
+        self._with_gradients: type[torch.autograd.Function] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or _watched():
+            return self.op(*inputs)
+        if self._with_gradients is None or not torch.is_grad_enabled():
+            return self.function(*inputs)
+        wanted = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        return self._with_gradients.apply(*inputs) if wanted else self.function(*inputs)
+
+    def register_fake(self, function: Callable) -> Callable:
+        """What torch computes shapes and dtypes with: the same arguments, outputs without contents."""
+        return self.op.register_fake(function)
+
+    def register_autograd(self, backward: Callable, setup_context: Callable) -> None:
+        """The gradients, which have none themselves; see `torch.library.register_autograd`. For functions that get no
+        lists of tensors."""
+        self.op.register_autograd(backward, setup_context=setup_context)
+        function = self.function
+
+        class WithGradients(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> Any:
+                output = function(*inputs)
+                setup_context(ctx, inputs, output)
+                return output
+
+            @staticmethod
+            @once_differentiable
+            def backward(ctx: Any, *grads: Tensor | None) -> Any:
+                return backward(ctx, *grads)
+
+        self._with_gradients = WithGradients
+
+
+def operator(name: str, mutates_args: Sequence[str] = (), schema: str | None = None) -> Callable[[Callable], Operator]:
+    """Makes a function an `Operator` of this name."""
+    return lambda function: Operator(name, function, mutates_args, schema)
+
+
+def _watched() -> bool:
+    """Whether something looks at the operators that are called: a tracer, fake tensors, a transform."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._are_functorch_transforms_active()
