@@ -12,8 +12,7 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest --numprocesses 2
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/test_ops_chunk.py tests/test_ops_glue.py \
-		tests/test_ops_linear.py tests/test_ops_mla.py tests/test_ops_moe.py tests/test_ops_rows.py tests/test_ops_triton.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/kernels
 
 # The oldest transformers that is supported, and what depends on its version.
 test-floor: $(FLOOR)/ready

@@ -60,11 +60,21 @@ class KdaHybridCache(Cache):
             same shapes and reads nothing back from the device, whatever was seen: for `torch.compile` and CUDA graphs,
             after a first forward without them. It carries no gradients. None: grows as needed.
         offloading: keep latents in the CPU's memory, from where each layer borrows them. Not with `max_cache_len`.
+        state_dtype: of recurrent states between two forwards. `torch.bfloat16` halves what decoding large batches
+            reads and writes, and rounds every state after every token; None: float32, or float64 as the model is.
     """
 
     max_cache_len: int | None = None  # transformers 5.17 has a property of this name that cannot be set
 
-    def __init__(self, config: KdaHybridConfig, max_cache_len: int | None = None, offloading: bool = False):
+    def __init__(
+        self,
+        config: KdaHybridConfig,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ):
+        if state_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"`state_dtype` may be torch.bfloat16, torch.float32 or None, not {state_dtype!r}.")
         if max_cache_len is not None and (offloading or max_cache_len < 1):
             raise ValueError(
                 f"`max_cache_len` must be at least 1, and goes without `offloading`; got {max_cache_len!r} and "
@@ -72,7 +82,7 @@ class KdaHybridCache(Cache):
             )
         self.fingerprint = fingerprint_of(config)
         kinds = {
-            "linear_attention": lambda: RecurrentMemory(max_cache_len is not None),
+            "linear_attention": lambda: RecurrentMemory(max_cache_len is not None, state_dtype),
             "full_attention": lambda: LatentMemory(max_cache_len, offloading),
         }
         super().__init__(layers=[kinds[kind]() for kind in self.fingerprint["layer_types"]])
@@ -362,18 +372,19 @@ class KdaHybridCache(Cache):
         config: KdaHybridConfig,
         device: torch.device | str = "cpu",
         max_cache_len: int | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> "KdaHybridCache":
         """A session from a file of `save`, for the model of `config`.
 
         Args:
             device: where to; a layer that lies elsewhere takes its part over when it runs.
-            max_cache_len: as for a new cache.
+            max_cache_len, state_dtype: as for a new cache.
 
         Raises:
             FileNotFoundError: no such file.
             ValueError: a damaged one, one of another version, or for another architecture.
         """
-        cache = cls(config, max_cache_len)
+        cache = cls(config, max_cache_len, state_dtype=state_dtype)
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path}: there is no such file.")
         try:

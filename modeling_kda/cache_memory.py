@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops_reference import replay, writable
+from .ops_reference import replay, wide, writable
 
 
 RECORD = 256  # Tokens that can be taken back, unless another number is asked for.
@@ -75,18 +75,19 @@ class Record:
 class RecurrentMemory:
     """A linear-attention layer's memory, constant in size.
 
-    `state` `[B, H, V, K]` float32; `window` `[B, W - 1, D]`, the latest inputs of the convolutions of q, k and v.
+    `state` `[B, H, V, K]`; `window` `[B, W - 1, D]`, the latest inputs of the convolutions of q, k and v.
 
     Args:
         static: keep both at the addresses that they get first.
+        dtype: of the state between two forwards; None: as it is computed, float32 or float64.
     """
 
     kind = "recurrent"
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, static: bool = False):
-        self.static, self.record_past, self.limit = static, False, RECORD
+    def __init__(self, static: bool = False, dtype: torch.dtype | None = None):
+        self.static, self.dtype, self.record_past, self.limit = static, dtype, False, RECORD
         self.state: Tensor | None = None
         self.window: Tensor | None = None
         self._owned = False  # whether nobody else holds `state`, so that it may be overwritten
@@ -94,7 +95,7 @@ class RecurrentMemory:
 
     def fresh(self, max_length: int | None) -> "RecurrentMemory":
         """An empty one, static if there is a `max_length`."""
-        new = RecurrentMemory(max_length is not None)
+        new = RecurrentMemory(max_length is not None, self.dtype)
         new.record_past, new.limit = self.record_past, self.limit
         return new
 
@@ -137,6 +138,8 @@ class RecurrentMemory:
             self._move_checkpoint(self.recorded - self.limit)
 
     def _put(self, state: Tensor | None, window: Tensor | None) -> None:
+        if state is not None:
+            state = wide(state) if self.dtype is None else state.to(self.dtype)
         for name, new in (("state", state), ("window", window)):
             old = getattr(self, name)
             if not self.static:

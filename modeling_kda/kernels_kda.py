@@ -116,10 +116,10 @@ def step(
     value, quarter, key = tl.arange(0, BV), tl.arange(0, Q), tl.arange(0, BK)
     in_value, in_key = value < V, key < K
     place = state + ((n * H + h) * V + value[:, None]) * K + quarter[None, :]
-    S0 = tl.load(place, in_value[:, None] & (quarter < K)[None, :], other=0.0)
-    S1 = tl.load(place + Q, in_value[:, None] & (quarter + Q < K)[None, :], other=0.0)
-    S2 = tl.load(place + 2 * Q, in_value[:, None] & (quarter + 2 * Q < K)[None, :], other=0.0)
-    S3 = tl.load(place + 3 * Q, in_value[:, None] & (quarter + 3 * Q < K)[None, :], other=0.0)
+    S0 = tl.load(place, in_value[:, None] & (quarter < K)[None, :], other=0.0).to(tl.float32)
+    S1 = tl.load(place + Q, in_value[:, None] & (quarter + Q < K)[None, :], other=0.0).to(tl.float32)
+    S2 = tl.load(place + 2 * Q, in_value[:, None] & (quarter + 2 * Q < K)[None, :], other=0.0).to(tl.float32)
+    S3 = tl.load(place + 3 * Q, in_value[:, None] & (quarter + 3 * Q < K)[None, :], other=0.0).to(tl.float32)
 
     if EARLY:
         gdc_wait()
@@ -192,10 +192,10 @@ def step(
         if NORMALISES:
             out *= tl.rsqrt(tl.sum(out * out, 0) / V + eps) * weight * tl.sigmoid(opening)
         tl.store(o + t * H * V, out.to(o.dtype.element_ty), in_value)
-    tl.store(place, S0, in_value[:, None] & (quarter < K)[None, :])
-    tl.store(place + Q, S1, in_value[:, None] & (quarter + Q < K)[None, :])
-    tl.store(place + 2 * Q, S2, in_value[:, None] & (quarter + 2 * Q < K)[None, :])
-    tl.store(place + 3 * Q, S3, in_value[:, None] & (quarter + 3 * Q < K)[None, :])
+    tl.store(place, S0.to(state.dtype.element_ty), in_value[:, None] & (quarter < K)[None, :])
+    tl.store(place + Q, S1.to(state.dtype.element_ty), in_value[:, None] & (quarter + Q < K)[None, :])
+    tl.store(place + 2 * Q, S2.to(state.dtype.element_ty), in_value[:, None] & (quarter + 2 * Q < K)[None, :])
+    tl.store(place + 3 * Q, S3.to(state.dtype.element_ty), in_value[:, None] & (quarter + 3 * Q < K)[None, :])
     if CONVOLVES:
         tl.debug_barrier()  # until every thread has read the window
         for i in tl.static_range(W - 1):

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 # As names of the modules: exported model code cannot say `from . import ops_torch`.
 from .ops_fla import BACKEND as ops_fla
+from .ops_flash_kda import BACKEND as ops_flash_kda
 from .ops_glue import convolve, normalise, refuses_glue
 from .ops_mixer import MixerCall, Moved, compose
 from .ops_reference import BACKEND as ops_reference
@@ -25,8 +26,8 @@ from .ops_triton import BACKEND as ops_triton
 
 logger = logging.get_logger(__name__)
 
-# In order of preference.
-BACKENDS = (ops_triton, ops_fla, ops_torch, ops_reference)
+# In order of preference. The last is for who asks for it by name: see there what it costs.
+BACKENDS = (ops_triton, ops_fla, ops_torch, ops_reference, ops_flash_kda)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _choice = "auto"  # a plain global, which torch.compile can read
 

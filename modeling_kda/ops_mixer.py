@@ -56,7 +56,7 @@ class MixerCall:
         q, k, v: `[B, T, HK]`, `[B, T, HK]`, `[B, T, HV]`, inputs of the convolutions.
         taps: weights of the convolutions of q, k and v, `[HK, W]`, `[HK, W]`, `[HV, W]` float32.
         window: `[N, W - 1, D]`, the inputs before each document, of q, k and v side by side; None: zeros.
-        gate, beta, A_log, dt_bias, lower_bound, state: as in `KdaCall`.
+        gate, beta, A_log, dt_bias, lower_bound, state: as in `KdaCall`; a state in bfloat16 may come back in it.
         out_gate: `[B, T, H, V]`, before its sigmoid.
         norm: `[V]`, the weight of the norm. eps: added to its mean of squares.
         packing: documents, with B 1; None: each row is one.
@@ -143,7 +143,7 @@ def compose(
         A_log=call.A_log,
         dt_bias=call.dt_bias,
         lower_bound=call.lower_bound,
-        state=call.state,
+        state=None if call.state is None else wide(call.state),
         cu_seqlens=None if call.packing is None else call.packing.cu_seqlens,
         overwrite_state=call.overwrite,
         writes=torch.empty_like(v, dtype=wide(v).dtype) if call.records else None,

@@ -128,7 +128,8 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
 def run_mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
     """`MixerCall` in one kernel."""
     (H, K), V = call.gate.shape[2:], call.out_gate.shape[-1]
-    state = _own(call.state, call.overwrite, torch.float32)
+    short = call.state is not None and call.state.dtype == torch.bfloat16  # and stays so
+    state = _own(call.state, call.overwrite, torch.bfloat16 if short else torch.float32)
     if state is None:
         state = torch.zeros(call.num_documents, H, V, K, dtype=torch.float32, device=call.q.device)
     window = _own(call.window, call.overwrite, call.q.dtype)

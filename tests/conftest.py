@@ -11,20 +11,13 @@ torch.set_num_threads(1)
 
 
 # Triton's kernels run on a GPU, or under its interpreter, which must be chosen before anything imports triton.
-collect_ignore = (
-    []
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")
-    else [
-        "test_ops_attnres.py",
-        "test_ops_chunk.py",
-        "test_ops_glue.py",
-        "test_ops_linear.py",
-        "test_ops_mla.py",
-        "test_ops_moe.py",
-        "test_ops_rows.py",
-        "test_ops_triton.py",
-    ]
-)
+collect_ignore = [] if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") else ["kernels"]
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """Every test draws the same ones, alone or after others."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -427,3 +427,35 @@ def test_cache_goes_on_in_another_dtype(first, kind, gradients):
     want = wide(ids).logits
     assert_close(torch.cat(got[:3], 1), want[:, 9:], absolute=0, relative=0.15)
     assert_close(got[3], want[:, 9:12], absolute=0, relative=0.15)
+
+
+@pytest.mark.parametrize("room", [None, 40])
+def test_cache_keeps_states_in_the_dtype_that_is_asked_for(room, tmp_path):
+    """Rounded after each forward, and otherwise as in float32; also in branches, files and what is taken back."""
+    model, ids = tiny_model(), token_ids(24, rows=2)
+    exact, cache = KdaHybridCache(model.config, room), KdaHybridCache(model.config, room, state_dtype=torch.bfloat16)
+    states = [layer for layer in cache.layers if layer.kind == "recurrent"]
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for start, end in ((0, 20), (20, 21), (21, 24)):
+            got, want = (model(ids[:, start:end], cache=x).logits for x in (cache, exact))
+            assert_close(got, want, absolute=0, relative=2e-2)
+            assert {layer.state.dtype for layer in states} == {torch.bfloat16}
+            for mine, theirs in zip(cache.layers, exact.layers):
+                if mine.kind == "recurrent":
+                    assert_close(mine.state.float(), theirs.state, absolute=0, relative=2e-2)
+        saved = sum(2 * layer.state.numel() for layer in states)
+        assert cache.nbytes()["recurrent"] == exact.nbytes()["recurrent"] - saved
+        cache.crop(-3)
+        assert {layer.state.dtype for layer in states} == {torch.bfloat16}
+        assert cache.fork(1)[0].layers[0].state.dtype == torch.bfloat16
+        cache.save(tmp_path / "session")
+        for dtype in (None, torch.bfloat16):
+            loaded = KdaHybridCache.load(tmp_path / "session", model.config, max_cache_len=room, state_dtype=dtype)
+            assert loaded.layers[0].state.dtype == (dtype or torch.float32)
+            assert torch.equal(loaded.layers[0].state.bfloat16(), cache.layers[0].state)
+
+
+def test_cache_refuses_other_dtypes_of_states():
+    with pytest.raises(ValueError, match=r"torch.bfloat16, torch.float32 or None, not torch.float16"):
+        KdaHybridCache(tiny_config(), state_dtype=torch.float16)

@@ -22,6 +22,7 @@ ALLOWED = {
     "ops_triton": ["kernels_*", "ops_mixer", "ops_operator", "ops_reference"],
     "ops_glue": ["kernels_*", "ops_mixer", "ops_operator", "ops_reference", "ops_triton"],
     "ops_fla": ["ops_reference"],
+    "ops_flash_kda": ["ops_operator", "ops_reference"],
     "ops_kda": ["ops_*"],
     "ops_attnres": ["kernels_*", "ops_kda", "ops_triton"],
     "ops_linear": ["kernels_*", "ops_kda", "ops_triton"],

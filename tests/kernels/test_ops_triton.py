@@ -208,6 +208,19 @@ def test_model_decodes_compiled_as_it_is():
             assert_close(x, want.contents(9)[name], absolute=0, relative=1e-5, name=name)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_mixer_keeps_a_state_in_bfloat16(overwrite):
+    """Rounded once, after the last token. (The interpreter cuts off what a GPU rounds.)"""
+    call = make_mixer_call(2, 3, dtype=torch.float32)
+    given = call.state.bfloat16()
+    want, call = truth(replace(call, state=given)), there(replace(call, state=given.clone(), overwrite=overwrite))
+    got = named(mixer(call))
+    assert got["state"].dtype == torch.bfloat16
+    assert (got["state"].data_ptr() == call.state.data_ptr()) == overwrite
+    assert_close(got["state"].double().cpu(), want["state"], absolute=0, relative=2**-7)
+    assert_close(got["o"].double().cpu(), want["o"], absolute=0, relative=TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["T"] <= 16])
 def test_run_gives_the_golden_values(name):
     def run(call):
