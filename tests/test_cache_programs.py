@@ -22,7 +22,7 @@ from torch import Tensor
 from modeling_kda import CacheSnapshot, KdaHybridCache, KdaHybridForCausalLM
 
 
-PROGRAMS = int(os.environ.get("KDA_PROGRAMS", "350"))
+PROGRAMS = int(os.environ.get("KDA_PROGRAMS", "150"))
 ERROR = 1e-9
 LONGEST, MOST_ROWS = 72, 4  # tokens of a row, fewer than a static cache has room for; rows
 SMALL = dict(

@@ -64,6 +64,8 @@ SIZES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("T", [0, 1, 2, 16])
 def test_mixer_is_its_parts_in_float64(T, dtype, bound):
+    if T == 16 and dtype != torch.float32 and DEVICE == "cpu":
+        pytest.skip("the interpreter takes seconds")
     check(make_mixer_call(2, T, bound=bound, dtype=dtype))
 
 
