@@ -63,7 +63,7 @@ def _unit(x, there, K: tl.constexpr, BK: tl.constexpr, UNIT_EPS: tl.constexpr):
     return tl.rsqrt(tl.sum(x * x, 1) + UNIT_EPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])  # which are others for every prompt
 def prepare(
     q,
     q_stride,
@@ -167,7 +167,7 @@ def prepare(
     tl.store(to_w + to, (-w).to(to_w.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def recur(
     q,
     k,

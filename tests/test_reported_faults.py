@@ -483,11 +483,17 @@ def test_r39_a_slow_decay_is_kept_over_4096_tokens(piece):
 
 
 def test_r39_decoding_and_one_shot_agree_in_bfloat16():
-    """Beta and decays were rounded in one path and not in the other."""
+    """Beta and decays were rounded in one path and not in the other.
+
+    Of the layers before the first attention, which rounds otherwise token by token, and may then send a token to other
+    experts.
+    """
     model, ids = KdaHybridForCausalLM._from_config(tiny_config(**ALIGNED), dtype=torch.bfloat16).eval(), token_ids(40)
     stepped, whole = (forward_in_pieces(model, ids, cuts)[1] for cuts in (range(1, 40), []))
-    for x, y in zip(states(stepped), states(whole), strict=True):
-        assert_close(x, y, 0, 2e-2)
+    layers = model.config.layer_types.index("full_attention")
+    assert layers == 2
+    for x, y in zip(states(stepped)[:layers], states(whole)[:layers], strict=True):
+        assert_close(x, y, 0, 5e-3)
 
 
 def test_r35_scores_of_generate_are_those_of_a_padded_forward_without_position_ids(model):
