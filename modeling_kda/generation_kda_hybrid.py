@@ -124,7 +124,7 @@ class KdaGenerationMixin(GenerationMixin):
             return False
         asked = generation_config.cache_implementation or generation_config.disable_compile
         seen = generation_config.return_dict_in_generate or generation_config.is_assistant
-        if self.device.type != "cuda" or asked or seen or self._compile_config(generation_config) is not None:
+        if self.device.type != "cuda" or asked or seen or self._compiles(generation_config.compile_config):
             return False
         tokens, config = generation_config.max_new_tokens or 0, self.config
         row = (config.kv_lora_rank + config.qk_rope_head_dim) * config.layer_types.count("full_attention")
@@ -142,7 +142,7 @@ class KdaGenerationMixin(GenerationMixin):
         elif kind == "static":
             length = max_length + (generation_config.prompt_lookup_num_tokens or 0)  # drafts may go beyond the last
             length = max(length, generation_config.max_cache_len or 0)
-            if self._compile_config(generation_config) is not None:
+            if self._compiles(generation_config.compile_config):
                 # As large as any before, so that what was compiled for one still fits.
                 length = self._static_length = max(length, self._static_length)
             cache = KdaHybridCache(self.config, length)
@@ -155,9 +155,9 @@ class KdaGenerationMixin(GenerationMixin):
             cache.activate_past_recording()  # its drafts may be taken back
         return cache
 
-    def _compile_config(self, generation_config: GenerationConfig) -> CompileConfig | None:
-        """How torch is to compile a step, if it is."""
-        return generation_config.compile_config or getattr(self.generation_config, "compile_config", None)
+    def _compiles(self, compile_config: CompileConfig | None) -> bool:
+        """Whether torch is to compile a step, by this or by the model's own `generation_config`."""
+        return bool(compile_config or getattr(self.generation_config, "compile_config", None))
 
     def _sample(
         self,
@@ -183,9 +183,7 @@ class KdaGenerationMixin(GenerationMixin):
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
         """What runs a decoding step on a static cache: a CUDA graph, or with a `compile_config`, or one in the model's
         `generation_config`, what torch compiles."""
-        if compile_config is None and getattr(self.generation_config, "compile_config", None) is None:
-            return StepGraph(self)
-        return super().get_compiled_call(compile_config)
+        return super().get_compiled_call(compile_config) if self._compiles(compile_config) else StepGraph(self)
 
     @staticmethod
     def create_masks_for_generate(*, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:

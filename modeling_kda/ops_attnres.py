@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .ops_kda import allowed
-from .ops_triton import NAME, ceil, device_of, early, interprets, power, why_not
+from .ops_kda import leaves_out_kernels
+from .ops_triton import DEVICES, DTYPES, ceil, device_of, early, power, why_not
 
 
 MOST_CANDIDATES = 16  # which the kernels name one by one
@@ -20,12 +20,11 @@ ROWS = 8  # tokens of a program on the way back, which share a sum
 def mixes(weight: Tensor, candidates: Sequence[Tensor]) -> bool:
     """Whether the kernels can take these; see `mix`."""
     x = candidates[0]
-    if x.device.type != "cuda" and not interprets():
+    if x.device.type not in DEVICES:
         return False
-    known = {torch.bfloat16, torch.float16, torch.float32}
     fits = len(candidates) <= MOST_CANDIDATES and 0 < x.shape[-1] <= MOST_WIDTH and x.numel() > 0
-    same = weight.dtype == torch.float32 and all(y.dtype in known and y.shape == x.shape for y in candidates)
-    return fits and same and allowed(NAME) and why_not() is None
+    same = weight.dtype == torch.float32 and all(y.dtype in DTYPES and y.shape == x.shape for y in candidates)
+    return fits and same and not (leaves_out_kernels() or why_not())
 
 
 def mix(weight: Tensor, eps: float, candidates: Sequence[Tensor], out: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .ops_mixer import MixerCall
 from .ops_operator import operator
-from .ops_triton import ceil, device_of, interprets, power, rows_of
+from .ops_triton import DEVICES, ceil, device_of, power, rows_of
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,7 +29,7 @@ ELEMENTS, TILES = 2048, 8  # of one tile of the norm; tiles whose gradients of t
 def refuses_glue(call: MixerCall) -> str | None:
     """Why `convolve` and `normalise` cannot run `call`, or None."""
     device, dtypes = call.q.device.type, {x.dtype for x in (call.q, call.k, call.v)}
-    if device != "cuda" and not (device == "cpu" and interprets()):
+    if device not in DEVICES:
         return f"tensors on {device!r}"
     if len(dtypes) > 1 or call.q.dtype not in DTYPES:
         return f"dtype {', '.join(sorted(map(str, dtypes)))}"

@@ -48,12 +48,12 @@ def kda(call: KdaCall) -> tuple[Tensor, Tensor]:
 
 def mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
     """A KDA layer between its projections; see `MixerCall` for what goes in and comes out."""
-    if allowed(ops_triton.NAME) and not (ops_triton.why_not() or ops_triton.refuses_mixer(call)):
+    if leaves_out_kernels() or ops_triton.why_not():
+        return compose(call, kda)
+    if allowed(ops_triton.NAME) and not ops_triton.refuses_mixer(call):
         with without_autocast(call.q):
             return ops_triton.run_mixer(call)
-    if not (leaves_out_kernels() or ops_triton.why_not() or refuses_glue(call)):
-        return compose(call, kda, convolve, normalise)
-    return compose(call, kda)
+    return compose(call, kda) if refuses_glue(call) else compose(call, kda, convolve, normalise)
 
 
 @contextlib.contextmanager

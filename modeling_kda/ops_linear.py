@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .ops_kda import allowed
-from .ops_triton import NAME, ceil, device_of, early, interprets, why_not
+from .ops_triton import DEVICES, NAME, ceil, device_of, early, why_not
 
 
 class Before:
@@ -108,7 +108,7 @@ def gated(x: Tensor, gate: nn.Linear, up: nn.Linear, activation: nn.Module, norm
 def _fuses(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | None = None) -> bool:
     """Whether a kernel may take the place of these modules."""
     x = xs[0]
-    if x.device.type != "cuda" and not interprets():  # the first question, because it is asked most
+    if x.device.type not in DEVICES:  # the first question, because it is asked most
         return False
     if x.numel() != x.shape[-1] or x.dtype not in (torch.bfloat16, torch.float16):
         return False

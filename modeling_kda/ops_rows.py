@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from .ops_kda import leaves_out_kernels
 from .ops_operator import operator
-from .ops_triton import DTYPES, ceil, device_of, interprets, power, why_not
+from .ops_triton import DEVICES, DTYPES, ceil, device_of, power, rows_of, why_not
 
 
-DEVICES = ("cuda", "cpu") if interprets() else ("cuda",)
 MOST_WIDTH = 16384  # of a norm: whole rows lie in registers.
 
 ELEMENTS = 2048  # of a tile at least, 16 a thread
@@ -70,7 +69,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `kernels_rows.rms_norm`."""
     from .kernels_rows import rms_norm
 
-    y, rows, sizes = _weighted(x, weight), _rows(x), _sizes(x)
+    y, rows, sizes = _weighted(x, weight), rows_of(x), _sizes(x)
     with device_of(x):
         rms_norm[(ceil(len(rows), sizes["BR"]),)](
             rows, rows.stride(0), weight.contiguous(), y, eps, len(rows), **sizes
@@ -93,7 +92,7 @@ def _rms_norm_backward(x: Tensor, weight: Tensor, eps: float, to_y: Tensor) -> t
     """Gradients of x and of the weight, from the one that arrives at the output."""
     from .kernels_rows import rms_norm_backward
 
-    dx, sizes, rows, to = x.new_empty(x.shape), _sizes(x), _rows(x), _rows(to_y)
+    dx, sizes, rows, to = x.new_empty(x.shape), _sizes(x), rows_of(x), rows_of(to_y)
     programs = min(ceil(len(rows), sizes["BR"] * TILES), WARPS // sizes["num_warps"])
     sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     with device_of(x):
@@ -156,7 +155,7 @@ def _launch(
     kernel: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], beta: float, linear_beta: float
 ) -> None:
     """Launches `kernel`, one of the two of the activations."""
-    inputs = [_rows(x) for x in inputs]
+    inputs = [rows_of(x) for x in inputs]
     rows, W = inputs[0].shape
     BW = min(COLUMNS, power(W))
     BR = ceil(ELEMENTS, BW)
@@ -184,12 +183,6 @@ def _of_activate(ctx: Any, to_y: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _activate.register_autograd(_of_activate, setup_context=_save_for_activate_backward)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`[..., W]` to `[rows, W]`, each row in one piece."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _sizes(x: Tensor) -> dict[str, int]:

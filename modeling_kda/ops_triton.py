@@ -23,6 +23,8 @@ from .ops_reference import UNIT_EPS, KdaCall, writable
 
 NAME = "triton"
 
+# Where kernels run. Triton asks for its interpreter once, too: when it is imported.
+DEVICES = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 MOST_TOKENS = 16  # of a step, which keeps the state of one head in one program's registers. Beyond, chunks are faster.
 MOST_WIDTH = 128
 CHUNK = 16  # tokens
@@ -32,7 +34,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @torch.compiler.assume_constant_result
 def why_not() -> str | None:
     """Why this backend cannot run here, or None."""
-    if not (interprets() or torch.cuda.is_available()):
+    if "cpu" not in DEVICES and not torch.cuda.is_available():
         return "there is no CUDA device"
     try:
         from .kernels_kda import step  # noqa: F401
@@ -41,11 +43,6 @@ def why_not() -> str | None:
     except Exception as error:  # whatever a broken installation raises, the model runs without it
         return f"triton cannot be imported ({type(error).__name__}: {error})"
     return None
-
-
-def interprets() -> bool:
-    """Whether Triton's interpreter runs the kernels."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def early(x: Tensor) -> dict[str, bool]:
@@ -73,7 +70,7 @@ def refuses_mixer(call: MixerCall) -> str | None:
 
 def _refuses(tensors: Sequence[Tensor | None], tokens: int, key: int, value: int) -> str | None:
     device = tensors[0].device.type
-    if device != "cuda" and not (device == "cpu" and interprets()):
+    if device not in DEVICES:
         return f"tensors on {device!r}"
     dtypes = sorted({str(x.dtype) for x in tensors[:3]})  # of q, k and v, which the kernel reads as one
     if tensors[0].dtype not in DTYPES or len(dtypes) > 1:
@@ -326,8 +323,8 @@ def device_of(x: Tensor) -> contextlib.AbstractContextManager:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """`[B, T, width]` to `[B * T, width]`, each row in one piece."""
-    x = x.flatten(0, 1)
+    """`[..., width]` to `[rows, width]`, each row in one piece."""
+    x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
 
