@@ -1,7 +1,7 @@
 """MoonshotAI's FlashKDA as a backend, by name only: chunks of tokens from Hopper on, bounded gates, no gradients.
 
 It is not for every model: on the chip its states have 16 bits, and it inverts blocks of 16 tokens by a series in
-float16, which loses all digits where a text repeats itself and little is forgotten.
+float16 (its `csrc/smxx`), whose error grows where a text repeats itself and little is forgotten.
 """
 
 import sys

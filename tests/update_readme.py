@@ -69,7 +69,9 @@ def marked(text: str, name: str) -> str:
 
 
 def with_marked(text: str, name: str, body: str) -> str:
-    """`text` with `body` between the two marks of `name`."""
+    """`text` with `body` between the two marks of `name`, which must be there."""
+    if not _between(name).search(text):
+        raise KeyError(f"the page has no block {name!r} to write to")
     return _between(name).sub(lambda found: f"{found.group(1)}{body}{found.group(3)}", text)
 
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         **{name: _version(name) for name in packages},
-        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
     }
 
 
