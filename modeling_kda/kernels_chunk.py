@@ -131,20 +131,30 @@ def prepare(
         bias = tl.load(dt_bias + h * K + key, key < K, other=0.0).to(tl.float32)[:, None]
         g = log_decay(tl.load(gate[None, :] + key[:, None], mask, other=0.0).to(tl.float32), bias, rate, BOUND)
         g = tl.where(mask, g * 1.4426950408889634, 0.0)  # base 2
+        g = tl.where(g < -150.0, -150.0, g)  # whose power is 0 already; more would cost the sums their digits
         qs = tl.load(q[None, :] + key[:, None], mask, other=0.0).to(tl.float32) * q_unit[None, :]
         ks = tl.load(k[None, :] + key[:, None], mask, other=0.0).to(tl.float32) * k_unit[None, :]
-        total = tl.cumsum(g, 1)
-        whole = tl.min(total, 1)  # the last, to the bit
-        between = tl.minimum(
-            total[:, :, None] - total[:, None, :], 0.0
-        )  # [BS, C, C]; to later tokens, anything finite
-        between = tl.exp2(between) * ks[:, None, :]
+        if PRECISION == "ieee":
+            # The difference of two sums has an error as large as the sums': exact here, in eighths, and small there.
+            eighths = tl.floor(g * 8.0 + 0.5) * 0.125
+            total, rest = tl.cumsum(eighths, 1), tl.cumsum(g - eighths, 1)
+            end = tl.sum(tl.where((row == C - 1)[None, :], rest, 0.0), 1)
+            between = (total[:, :, None] - total[:, None, :]) + (rest[:, :, None] - rest[:, None, :])
+            whole = tl.min(total, 1) + end
+            to_end = (tl.min(total, 1)[:, None] - total) + (end[:, None] - rest)
+            total += rest
+        else:
+            total = tl.cumsum(g, 1)
+            between = total[:, :, None] - total[:, None, :]
+            whole = tl.min(total, 1)  # the last, to the bit
+            to_end = whole[:, None] - total
+        between = tl.exp2(tl.minimum(between, 0.0)) * ks[:, None, :]  # [BS, C, C]; to later tokens, anything finite
         scores += tl.sum(between * qs[:, :, None], 0)
         ties += tl.sum(between * ks[:, :, None], 0)
         since_begin, to = tl.exp2(total), of_chunk[None, :] + key[:, None]
         tl.store(to_q + to, (qs * since_begin).to(to_q.dtype.element_ty))
         tl.store(to_w + to, (ks * since_begin).to(to_w.dtype.element_ty))
-        tl.store(to_k + to, (ks * tl.exp2(whole[:, None] - total)).to(to_k.dtype.element_ty))
+        tl.store(to_k + to, (ks * tl.exp2(to_end)).to(to_k.dtype.element_ty))
         tl.store(to_decay + place * BK + key, tl.exp2(whole))
     scores = tl.where(row[:, None] >= row[None, :], scores, 0.0)
     tl.store(to_scores + place * C * C + row[:, None] * C + row[None, :], scores.to(to_scores.dtype.element_ty))
