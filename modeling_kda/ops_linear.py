@@ -1,16 +1,22 @@
 """Linear layers and what stands beside them, for one token in one kernel where there is one.
 
 Each function says in its first lines what it is in plain torch. The kernel takes its place for one row on a GPU
-without gradients, if the layers are just that: no adapter's, not quantised, without hooks.
+without gradients, if the layers are just that: no adapter's, not quantised, without hooks. For many rows, with
+gradients too, layers of one input are one product of the matrices side by side.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from .ops_kda import allowed
+from .ops_kda import allowed, leaves_out_kernels
 from .ops_triton import DEVICES, NAME, ceil, device_of, early, why_not
+
+
+MANY = 2048  # rows, from which on copying the matrices costs little beside multiplying with them
 
 
 class Before:
@@ -29,6 +35,8 @@ def linears(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | No
     if len(layers) > 6 or not _fuses(xs, layers, norm):
         if norm is not None:
             xs = [norm.module(xs[0])] * len(layers)
+        if _joins(xs, layers):
+            return list(_Joined.apply(xs[0], *(layer.weight for layer in layers)))
         return [layer(x) for x, layer in zip(xs, layers)]
     from .kernels_linear import linears
 
@@ -53,6 +61,42 @@ def linears(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | No
             **early(y),
         )
     return list(y.split(widths, -1))
+
+
+class _Joined(torch.autograd.Function):
+    """Products of x `[..., C]` with matrices `[N, C]` each, as pieces `[..., N]` of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return nn.functional.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        to_x, *to_weights = ctx.needs_input_grad
+        grad = torch.cat(grads, -1)
+        dx = grad @ torch.cat(weights) if to_x else None
+        if not any(to_weights):
+            return dx, *[None] * len(weights)
+        dw = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        pieces = dw.split([w.shape[0] for w in weights])
+        return dx, *(piece if wanted else None for piece, wanted in zip(pieces, to_weights))
+
+
+def _joins(xs: Sequence[Tensor], layers: Sequence[nn.Linear]) -> bool:
+    """Whether one product may take the place of these modules, and pays."""
+    x = xs[0]
+    if x.device.type not in DEVICES:  # the first question, because it is asked most
+        return False
+    if len(layers) < 3 or x.numel() < MANY * x.shape[-1] or any(y is not x for y in xs):
+        return False
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or leaves_out_kernels():
+        return False
+    # Rows of 16 bytes, which is what the fast products read.
+    plain = (type(m) is nn.Linear and m.bias is None and m.out_features % 8 == 0 and is_plain(m, x) for m in layers)
+    return not torch._C._are_functorch_transforms_active() and all(plain)
 
 
 def add(residual: Tensor | None, x: Tensor, layer: nn.Linear) -> Tensor:
@@ -127,6 +171,8 @@ def is_plain(module: nn.Module, x: Tensor) -> bool:
     weight = module.weight
     # accelerate puts a `forward` of its own there.
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if module._backward_hooks or module._backward_pre_hooks:
         return False
     here = type(weight) is nn.Parameter and weight.dtype == x.dtype and weight.device == x.device
     return here and weight.is_contiguous()

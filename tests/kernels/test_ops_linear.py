@@ -7,7 +7,7 @@ import torch
 from helpers import TOLERANCE, assert_close, k3_model, tiny_config, tiny_model, token_ids
 from torch import nn
 
-from modeling_kda import KdaHybridCache, kernels_linear, use_backend
+from modeling_kda import KdaHybridCache, kernels_linear, ops_linear, use_backend
 from modeling_kda.layers_mlp import GatedActivation, RMSNorm
 from modeling_kda.ops_linear import Before, add, gated, linears
 
@@ -167,6 +167,122 @@ def test_gradients_go_through_the_layers(launched):
         linears([x], [layer])[0].sum().backward()
     assert layer.weight.grad is not None
     assert launched == []
+
+
+@pytest.fixture
+def joined(monkeypatch) -> list[int]:
+    """How many layers became one product, each time; four rows are many."""
+    calls, apply = [], ops_linear._Joined.apply
+    monkeypatch.setattr(ops_linear, "MANY", 4)
+
+    def watched(x, *weights):
+        calls.append(len(weights))
+        return apply(x, *weights)
+
+    monkeypatch.setattr(ops_linear._Joined, "apply", watched)
+    return calls
+
+
+def gradients(loss: torch.Tensor, *of: torch.Tensor) -> list[torch.Tensor]:
+    return [x.double() for x in torch.autograd.grad(loss, of)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_layers_of_many_rows_are_one_product(joined, with_norm, dtype):
+    layers, x = [layer_of(24, n, dtype) for n in (16, 8, 40)], row(24, dtype, 2, 3).requires_grad_()
+    norm = norm_of(24, dtype) if with_norm else None
+    parameters = [x, *(layer.weight for layer in layers), *([norm.weight] if with_norm else [])]
+    with torch.enable_grad():
+        got = linears([x] * 3, layers, norm and Before(norm))
+        leaves = [y.detach().double().requires_grad_() for y in parameters]
+        y = leaves[0]
+        if with_norm:
+            y = nn.functional.rms_norm(y, (24,), leaves[4], norm.eps)
+        want = [y @ w.t() for w in leaves[1:4]]
+        assert joined == [3]
+        for one, other in zip(got, want):
+            check(one, other, dtype)
+        # Not all outputs are used, and not all alike.
+        grads = gradients(got[0].square().sum() + got[2].sum(), *parameters)
+        wants = gradients(want[0].square().sum() + want[2].sum(), *leaves[:2], leaves[3], *leaves[4:])
+    assert not grads.pop(2).any()
+    for one, other in zip(grads, wants):
+        assert_close(one, other, absolute=0, relative=2 * TOLERANCE[dtype])
+
+
+def test_one_product_gives_gradients_only_where_wanted(joined):
+    layers, x = [layer_of(8, 8, torch.float32) for _ in range(3)], row(8, torch.float32, 5)
+    layers[1].weight.requires_grad_(False)
+    with torch.enable_grad():
+        sum(y.sum() for y in linears([x] * 3, layers)).backward()
+        assert x.grad is None
+        assert layers[1].weight.grad is None
+        assert_close(layers[2].weight.grad, x.sum(0).expand(8, 8), absolute=1e-5)
+        for layer in layers:
+            layer.weight.requires_grad_(False)
+        x.requires_grad_()
+        sum(y.sum() for y in linears([x] * 3, layers)).backward()
+    assert_close(x.grad, sum(layer.weight.sum(0) for layer in layers).expand(5, 8), absolute=1e-5)
+    assert layers[0].weight.grad.shape == (8, 8)
+    assert joined == [3, 3]
+
+
+def hooked_backward(layer: nn.Linear, register: str) -> nn.Linear:
+    getattr(layer, register)(lambda *_: None)
+    return layer
+
+
+FLOAT = torch.float32
+APART = {
+    "few rows": lambda: ([row(8, FLOAT, 3)] * 3, [layer_of(8, 8, FLOAT)] * 3),
+    "two layers": lambda: ([row(8, FLOAT, 5)] * 2, [layer_of(8, 8, FLOAT)] * 2),
+    "several inputs": lambda: ([row(8, FLOAT, 5) for _ in range(3)], [layer_of(8, 8, FLOAT)] * 3),
+    "rows that do not fit": lambda: ([row(8, FLOAT, 5)] * 3, [layer_of(8, n, FLOAT) for n in (8, 12, 8)]),
+    "a bias": lambda: ([row(8, FLOAT, 5)] * 3, [layer_of(8, 8, FLOAT, bias=True)] * 3),
+    "a hook": lambda: ([row(8, FLOAT, 5)] * 3, [layer_of(8, 8, FLOAT)] * 2 + [hooked(layer_of(8, 8, FLOAT))]),
+    "another class": lambda: ([row(8, FLOAT, 5)] * 3, [Adapted(8, 8, bias=False).to(DEVICE)] * 3),
+    "a backward hook": lambda: (
+        [row(8, FLOAT, 5)] * 3,
+        [hooked_backward(layer_of(8, 8, FLOAT), "register_full_backward_hook")] * 3,
+    ),
+    "an earlier backward hook": lambda: (
+        [row(8, FLOAT, 5)] * 3,
+        [hooked_backward(layer_of(8, 8, FLOAT), "register_full_backward_pre_hook")] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_layers_of_many_rows_run_themselves_where_more_is_to_happen(joined, case):
+    xs, layers = APART[case]()
+    for got, x, layer in zip(linears(xs, layers), xs, layers):
+        assert torch.equal(got, layer(x))
+    assert joined == []
+
+
+def test_layers_of_many_rows_run_themselves_where_torch_is_wanted(joined):
+    xs, layers = [row(8, FLOAT, 5)] * 3, [layer_of(8, 8, FLOAT)] * 3
+    with use_backend("torch"):
+        linears(xs, layers)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert linears(xs, layers)[0].dtype == torch.bfloat16
+    assert joined == []
+
+
+def test_model_learns_with_joined_layers_as_in_float64(joined):
+    widths = dict(linear_num_heads=8, linear_head_dim=16, linear_output_gate_rank=16)
+    model, ids = tiny_model(mlp_layer_types=["dense"] * 4, **widths), token_ids(12, 2).to(DEVICE)
+    got, want = copy.deepcopy(model).to(DEVICE).train(), copy.deepcopy(model).to(DEVICE, torch.float64).train()
+    with torch.enable_grad():
+        got(ids, labels=ids).loss.backward()
+        assert joined == [6] * 3
+        with use_backend("torch"):
+            want(ids, labels=ids).loss.backward()
+    assert joined == [6] * 3
+    grads = dict(want.named_parameters())
+    for name, parameter in got.named_parameters():
+        assert_close(parameter.grad.double(), grads[name].grad, absolute=1e-6, relative=1e-4, name=name)
 
 
 @pytest.mark.parametrize("make", [tiny_model, k3_model])
