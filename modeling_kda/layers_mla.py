@@ -7,6 +7,7 @@ V value width. A cached row is `[latent L | shared key P]`.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_kda_hybrid import KdaHybridCache
@@ -109,27 +110,27 @@ class MultiHeadLatentAttention(nn.Module):
             .split([self.nope, self.value], -1)
         )
         k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, self.heads, -1)], -1)  # [B, S, H, N + P]
-        # Of unequal widths, the attention kernels take a slow path or none: the narrower are padded with zeros.
-        width = max(self.nope + self.shared, self.value)
-        q, k, v = (F.pad(x, (0, width - x.shape[-1])).transpose(1, 2) for x in (q, k, v))
-        mask = context.attention_mask
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask, dropout = context.attention_mask, self.config.attention_dropout if self.training else 0.0
         if context.absorbed and context.allowed is not None:
             mask = torch.zeros_like(context.allowed, dtype=q.dtype)
             mask = mask.masked_fill(~context.allowed, torch.finfo(q.dtype).min).unsqueeze(1)
         attend = eager_attention  # as good as any for a few tokens or none, and it takes the mask that is at hand
         if not context.absorbed and q.numel():
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        o, weights = attend(
-            self,
-            q,
-            k,
-            v,
-            mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **context.attention_kwargs,
-        )
+        if attend is not eager_attention and not self._takes_unequal(q, k, v, mask, dropout):
+            width = max(q.shape[-1], self.value)
+            q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        o, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **context.attention_kwargs)
         return o[..., : self.value], weights
+
+    def _takes_unequal(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:
+        """Whether keys and values may differ in width. Most attention kernels then take a slow path or none, so the
+        narrower are padded with zeros; cuDNN's, which torch prefers from Hopper on, do not, and have less to do."""
+        if self.config._attn_implementation != "sdpa" or not q.is_cuda or torch.compiler.is_compiling():
+            return False
+        choice = torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None, scale=self.scaling)
+        return choice == SDPBackend.CUDNN_ATTENTION.value
 
     def _absorbable(self) -> bool:
         """Whether the matrix of `kv_b_proj` is its plain weight: not an adapter's, quantised, sharded or elsewhere."""

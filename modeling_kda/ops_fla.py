@@ -4,7 +4,6 @@ They get raw tensors, and normalise, gate and squash inside.
 """
 
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -29,12 +28,13 @@ def why_not() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     try:
-        import fla.ops.kda  # noqa: F401
+        import fla.ops.kda
+
+        found = Version(getattr(fla, "__version__", "0"))
     except ImportError as error:
         return f"fla-core is not installed, or not whole: {error} (`pip install 'modeling_kda[fla]'`)"
     except Exception as error:  # whatever a broken installation raises, the model runs without it
         return f"fla cannot be imported ({type(error).__name__}: {error})"
-    found = Version(version("fla-core"))
     return None if OLDEST <= found < TOO_NEW else f"fla-core is {found}; at least {OLDEST}, below {TOO_NEW} is needed"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, tiny_config
+from helpers import TOLERANCE, assert_close, tiny_config
 from torch import Tensor, nn
 
 from modeling_kda import KdaHybridCache, KdaHybridConfig
@@ -101,6 +101,38 @@ def test_layer_agrees_with_transformers_in_gradients(shape, attention):
     assert got.keys() == want.keys()
     for name in got:
         assert_close(got[name], want[name], absolute=0, relative=1e-5, name=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_agrees_with_transformers_where_nothing_is_padded(monkeypatch, shape):
+    monkeypatch.setattr(MultiHeadLatentAttention, "_takes_unequal", lambda *_: True)
+    monkeypatch.setattr(nn.functional, "pad", None)
+    test_layer_agrees_with_transformers_in_gradients(shape, "sdpa")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("widths", [(128, 64, 128), (64, 0, 128)])
+def test_layer_on_a_gpu_is_near_float64(widths):
+    """Of the widths of Kimi, cuDNN takes the values as they are."""
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    layer, config = layer_of("sdpa", **dict(zip(names, widths)), hidden_size=64, kv_lora_rank=64)
+    exact, _ = layer_of("eager", **dict(zip(names, widths)), hidden_size=64, kv_lora_rank=64)
+    asked, asks = [], layer._takes_unequal
+    layer._takes_unequal = lambda *given: asked.append(asks(*given)) or asked[-1]
+    gradients = []
+    for one, device, dtype in ((layer, "cuda", torch.bfloat16), (exact, "cpu", torch.float64)):
+        one.to(device, dtype)
+        one.load_state_dict({name: x.bfloat16() for name, x in exact.state_dict().items()})
+        x = torch.randn(2, 300, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device, dtype)
+        x.requires_grad_()
+        y = run(one, config, x)
+        y.square().sum().backward()
+        gradients.append([y.detach(), x.grad, *(p.grad for p in one.parameters())])
+    assert len(asked) == 1
+    if torch.cuda.get_device_capability()[0] == 9 and widths == (128, 64, 128):
+        assert asked == [True]
+    for got, want in zip(*gradients):
+        assert_close(got.cpu().double(), want, absolute=0, relative=2 * TOLERANCE[torch.bfloat16])
 
 
 @FLEX_WARNINGS

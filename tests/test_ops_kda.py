@@ -1,12 +1,13 @@
 """ops_kda.py: what a call may look like, and which backend runs it."""
 
 import logging
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import TOLERANCE
+from helpers import TOLERANCE, tiny_model, token_ids
 from test_ops_torch import TENSORS, check, make_call, outcome, without_gradients
 
 from modeling_kda import KdaCall, backend_report, kda, ops_kda, ops_reference, ops_torch, use_backend
@@ -224,6 +225,50 @@ def test_kda_lists_all_reasons_if_nothing_can_run(monkeypatch):
     monkeypatch.setattr(ops_kda, "BACKENDS", (made_up("one", why_not="first"), made_up("two", refuses="second")))
     with pytest.raises(RuntimeError, match="one: first; two: second"):
         kda(make_call(T=3))
+
+
+class Broken:
+    """Finds a package that raises when it is imported."""
+
+    def __init__(self, package: str, error: Exception):
+        self.package, self.error = package, error
+
+    def find_spec(self, name: str, *_):
+        if name.split(".")[0] == self.package:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, OSError, AttributeError], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    ("package", "backend"), [("triton", "triton"), ("fla", "fla"), ("flash_kda", "flash_kda")], ids=lambda x: x
+)
+def test_model_runs_and_the_report_says_why_with_a_broken_package(monkeypatch, package, backend, error):
+    model, ids = tiny_model(), token_ids(5)
+    want = model(ids).logits
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in list(sys.modules):
+        if name.split(".")[0] == package or name == "modeling_kda.kernels_kda":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(package, error("made up")), *sys.meta_path])
+    [line] = [line for line in backend_report().splitlines() if line.split()[0] == backend]
+    assert "not available" in line
+    assert package in line
+    assert (backend == "triton" and error is ImportError) or "made up" in line
+    assert torch.equal(model(ids).logits, want)
+
+
+@pytest.mark.parametrize("version", ["0.5.2", "0.7.0", None])
+def test_report_says_that_fla_is_too_old_or_too_new(monkeypatch, version):
+    parts = {name: ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.kda")}
+    parts["fla"].ops, parts["fla.ops"].kda = parts["fla.ops"], parts["fla.ops.kda"]
+    for name, module in parts.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    if version is not None:
+        parts["fla"].__version__ = version
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert f"not available: fla-core is {version or 0}; at least 0.6.0, below 0.7.0 is needed" in backend_report()
+    parts["fla"].__version__ = "0.6.1"
+    assert "fla        ready" in backend_report()
 
 
 def test_backend_report_lists_all(monkeypatch):
