@@ -201,7 +201,7 @@ def benchmark_tables(printed: str) -> dict[str, str]:
         "drift": ("drift", _drift_table),
     }
     blocks: dict[str, list[str]] = {}
-    for report in (json.loads(line) for line in printed.splitlines() if line.startswith('{"machine"')):
+    for report in _one_of_models([json.loads(x) for x in printed.splitlines() if x.startswith('{"machine"')]):
         key = next((key for key in makers if key in report), None)
         if key is not None:
             name, maker = makers[key]
@@ -211,6 +211,15 @@ def benchmark_tables(printed: str) -> dict[str, str]:
             name, maker = "benchmarks", _benchmark_table
         blocks.setdefault(name, []).append(maker(report))
     return {name: "\n".join(tables) for name, tables in blocks.items()}
+
+
+def _one_of_models(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`reports`, where those of the GPU's models, which may come one by one, are one."""
+    first, *others = [report for report in reports if "models" in report] or [None]
+    for other in others:
+        first["models"] += other["models"]
+        first["machine"]["command"] += "`, `" + other["machine"]["command"]
+    return [report for report in reports if "models" not in report or report is first]
 
 
 def _context_table(report: dict[str, Any]) -> str:
