@@ -116,16 +116,16 @@ def test_layer_on_a_gpu_is_near_float64(widths):
     """Of the widths of Kimi, cuDNN takes the values as they are."""
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     layer, config = layer_of("sdpa", **dict(zip(names, widths)), hidden_size=64, kv_lora_rank=64)
-    exact, _ = layer_of("eager", **dict(zip(names, widths)), hidden_size=64, kv_lora_rank=64)
+    exact, plain = layer_of("eager", **dict(zip(names, widths)), hidden_size=64, kv_lora_rank=64)
     asked, asks = [], layer._takes_unequal
     layer._takes_unequal = lambda *given: asked.append(asks(*given)) or asked[-1]
     gradients = []
-    for one, device, dtype in ((layer, "cuda", torch.bfloat16), (exact, "cpu", torch.float64)):
+    for one, its, device, dtype in ((layer, config, "cuda", torch.bfloat16), (exact, plain, "cpu", torch.float64)):
         one.to(device, dtype)
         one.load_state_dict({name: x.bfloat16() for name, x in exact.state_dict().items()})
         x = torch.randn(2, 300, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device, dtype)
         x.requires_grad_()
-        y = run(one, config, x)
+        y = run(one, its, x)
         y.square().sum().backward()
         gradients.append([y.detach(), x.grad, *(p.grad for p in one.parameters())])
     assert len(asked) == 1
