@@ -267,3 +267,61 @@ def test_benchmark_tables_are_the_numbers_of_the_last_lines():
         {note}
         """)
     assert not got
+
+
+def test_tables_of_a_gpu_are_the_numbers_of_the_last_lines():
+    machine = {
+        "gpu": "A GPU", "cpu": "A CPU", "cores": 2, "python": "3.12.3", "modeling_kda": "0.1.0", "torch": "2.11.0",
+        "transformers": "5.24.0",
+    }  # fmt: skip
+    point = {"context": 512, "cache": "static", "tok_s": 1490.6, "floor": 2627.0, "first_call": 3.26}
+    ours = {"model": "hybrid", "decode": [point], "prefill": [{"tokens": 8192, "tok_s": 289594.2, "cache_mib": 39.21}]}
+    ours |= {"training": {"tok_s": 74048.1, "peak_gib": 14.06}}
+    peer = {"model": "fla KDA", "decode": [], "prefill": [{"tokens": 8192, "tok_s": 2e5, "cache_mib": 20.0}]}
+    layers = {
+        "operations": [
+            {"tokens": 8192, "bound": None, "floor": 0.04, "ms": {"triton": 0.412, "fla": 0.5}},
+            {"tokens": 8192, "bound": -5.0, "floor": 0.04, "ms": {"triton": 0.4, "flash_kda": 0.25}},
+        ],
+        "errors": [{"inputs": "slow", "bound": None, "errors": {"triton": [3e-3, 2e-3], "fla": [4e-3, 2e-3]}}],
+        "layers": [
+            {"layer": "hybrid", "forward": [{"tokens": 8192, "ms": 1.23}], "launches": 9, "training": 5.5,
+             "training_launches": 80},
+        ],
+    }  # fmt: skip
+    reports = [
+        {"machine": machine | {"command": "first"}, "models": [ours]},
+        {"machine": machine | {"command": "layer"}, **layers},
+        {"machine": machine | {"command": "second"}, "models": [peer]},
+    ]
+    got = benchmark_tables("\n".join(json.dumps(report) for report in reports))
+    note = "A GPU, threads: 2, Python 3.12.3, torch 2.11.0, transformers 5.24.0, modeling_kda 0.1.0."
+    assert got.pop("gpu") == textwrap.dedent(f"""\
+        | | hybrid | fla KDA |
+        | --- | ---: | ---: |
+        | decode after 512, static cache, tokens/s | 1,491 (floor 2,627) |  |
+        | first token of the first call, s | 3.26 |  |
+        | prefill of 8,192, tokens/s | 289,594 | 200,000 |
+        | cache after 8,192, MiB | 39.2 | 20 |
+        | training on 2 x 4,096, tokens/s | 74,048 |  |
+        | training on 2 x 4,096, peak GiB | 14.1 |  |
+
+        `first`, `second`: {note}
+        """)
+    assert got.pop("layer") == textwrap.dedent(f"""\
+        | operation, ms | floor | triton | fla | flash_kda |
+        | --- | --- | --- | --- | --- |
+        | 8,192, softplus gate | 0.04 | 0.412 | 0.5 | - |
+        | 8,192, bounded gate | 0.04 | 0.4 | - | 0.25 |
+
+        | error: largest, of the norm | triton | fla | flash_kda |
+        | --- | --- | --- | --- |
+        | slow, softplus gate | 3e-03, 2e-03 | 4e-03, 2e-03 | - |
+
+        | a KDA layer | 8,192 tokens, ms | kernels | with gradients, ms | kernels |
+        | --- | --- | --- | --- | --- |
+        | hybrid | 1.23 | 9 | 5.5 | 80 |
+
+        `layer`: {note}
+        """)
+    assert not got

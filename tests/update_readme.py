@@ -28,6 +28,7 @@ from transformers.utils import logging
 import modeling_kda
 from conversion import plans, stream
 from conversion.checkpoint import Checkpoint
+from tests.benchmarks import gpu_layer
 
 
 ROOT = Path(__file__).parents[1]
@@ -197,6 +198,7 @@ def benchmark_tables(printed: str) -> dict[str, str]:
         "points": ("context", _context_table),
         "drafts": ("drafts", _drafts_tables),
         "steps": ("step", _step_table),
+        "operations": ("layer", _layer_tables),
         "models": ("gpu", _gpu_table),
         "drift": ("drift", _drift_table),
     }
@@ -260,6 +262,10 @@ def _step_table(report: dict[str, Any]) -> str:
         times = [_digits(x["floor"]), *(_digits(x[side]["cold"]) if side in x else "-" for side in ("ours", "fla"))]
         lines.append(f"| {x['batch']} | {' | '.join(times)} | {x['error']:.0e} |\n")
     return "".join([*lines, _where(report["machine"])])
+
+
+def _layer_tables(report: dict[str, Any]) -> str:
+    return "\n\n".join(gpu_layer.tables(report)) + "\n" + _where(report["machine"])
 
 
 def _gpu_table(report: dict[str, Any]) -> str:

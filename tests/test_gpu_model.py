@@ -1,0 +1,139 @@
+"""A whole model with every kernel on a GPU: no further from float64 than plain torch in the same dtype.
+
+Of the widths of Kimi, and of so many tokens that every fast path is taken.
+"""
+
+import copy
+
+import pytest
+import torch
+from helpers import k3_model, tiny_model
+from test_ops_fla import untuned  # noqa: F401  a fixture
+from torch import Tensor
+
+from modeling_kda import KdaHybridForCausalLM, ops_fla, ops_linear, ops_triton, use_backend
+from modeling_kda.layers_mla import MultiHeadLatentAttention
+
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = "cuda"
+WIDTHS = dict(
+    hidden_size=256,
+    linear_num_heads=8,
+    linear_head_dim=128,
+    linear_value_head_dim=128,
+    linear_output_gate_rank=128,
+    num_attention_heads=2,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    intermediate_size=512,
+    mlp_layer_types=["dense"] * 4,  # experts are chosen, and a rounding chooses others
+    initializer_range=0.06,
+)
+K3 = dict(linear_output_gate_rank=None, q_lora_rank=64, mlp_layer_types=["dense"] * 5)
+MODELS = {
+    "kimi linear": lambda: tiny_model(**WIDTHS),
+    "kimi k3": lambda: k3_model(**{**WIDTHS, **K3}),
+}
+ROWS, TOKENS = 2, 1100  # together more than `ops_linear.MANY`
+SLACK = 2  # times the error of plain torch, which is another throw of the same dice
+
+
+@pytest.fixture(params=MODELS)
+def model(request) -> KdaHybridForCausalLM:
+    return MODELS[request.param]().to(DEVICE)
+
+
+def ids_of(rows: int = ROWS, tokens: int = TOKENS) -> Tensor:
+    return torch.randint(3, 97, (rows, tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def learnt(model: KdaHybridForCausalLM, ids: Tensor, forward=None, **given) -> dict[str, Tensor]:
+    """The logits of a step of training, and the gradients."""
+    model.zero_grad()
+    output = (model if forward is None else forward)(input_ids=ids, labels=ids, use_cache=False, **given)
+    output.loss.backward()
+    return {"logits": output.logits.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def check(got: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """`got` is as near to `exact` as `plain` is."""
+    for name, want in exact.items():
+        size, off, limit = (x.norm().item() for x in (want, got[name].double() - want, plain[name].double() - want))
+        assert off <= SLACK * limit + 1e-3 * size, f"{name}: error {off} of {size}; that of plain torch is {limit}"
+
+
+def in_float64(model: KdaHybridForCausalLM) -> KdaHybridForCausalLM:
+    return copy.deepcopy(model).double()
+
+
+@pytest.fixture
+def taken(monkeypatch) -> set[str]:
+    """Which fast paths are."""
+    names = set()
+
+    def watch(name, owner, attribute, happens=lambda result: True):
+        function = getattr(owner, attribute)
+
+        def watched(*args, **kwargs):
+            result = function(*args, **kwargs)
+            if happens(result):
+                names.add(name)
+            return result
+
+        monkeypatch.setattr(owner, attribute, watched)
+
+    watch("joined", ops_linear._Joined, "apply")
+    watch("fla", ops_fla, "run")
+    watch("chunks", ops_triton, "_chunk")
+    watch("unpadded", MultiHeadLatentAttention, "_takes_unequal", bool)
+    return names
+
+
+def expected(*names: str) -> set[str]:
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    names = {*names, *(["unpadded"] if hopper else [])}
+    return names - ({"fla"} if ops_fla.why_not() else set())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_model_reads_as_in_float64(model, dtype, taken):
+    exact, ids = in_float64(model), ids_of()
+    model.to(dtype)
+    with torch.no_grad():
+        got = {"logits": model(ids).logits}
+        assert taken == expected("joined", "chunks")
+        with use_backend("torch"):
+            plain, want = {"logits": model(ids).logits}, {"logits": exact(ids).logits}
+    check(got, plain, want)
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "autocast", "checkpointed", "documents"])
+def test_model_learns_as_in_float64(model, how, taken):
+    exact, ids, given = in_float64(model), ids_of(), {}
+    if how == "documents":
+        ids = ids.view(1, -1)
+        given["position_ids"] = torch.cat([torch.arange(n) for n in (3, 1500, 1, 696)]).view(1, -1).to(DEVICE)
+    if how != "autocast":
+        model.to(torch.bfloat16)
+    if how == "checkpointed":
+        model.gradient_checkpointing_enable()
+    model.train()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast"):
+        got = learnt(model, ids, **given)
+        if how == "bfloat16":
+            assert taken == expected("joined", "fla")
+        with use_backend("torch"):
+            plain = learnt(model, ids, **given)
+    with use_backend("torch"):
+        check(got, plain, learnt(exact, ids, **given))
+
+
+def test_model_learns_compiled_as_in_float64(model):
+    exact, ids = in_float64(model), ids_of()
+    model.to(torch.bfloat16).train()
+    got = learnt(model, ids, torch.compile(model, fullgraph=True))
+    with use_backend("torch"):
+        check(got, learnt(model, ids), learnt(exact, ids))
