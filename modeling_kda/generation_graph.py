@@ -1,6 +1,7 @@
 """The decoding step of `generate` as a CUDA graph, one launch for all kernels of a token, and the loop around it."""
 
 import math
+import threading
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from .compat_transformers import CACHE_NAME
 
 
 logger = logging.get_logger(__name__)
+
+# While a graph is captured, its device gives random numbers to nobody else, whatever the thread.
+_random_numbers = threading.Lock()
 
 # What `forward` may be asked to return that a graph would overwrite with the next token.
 EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -73,7 +77,7 @@ class StepGraph:
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
             # Not `torch.cuda.graph`, which collects garbage and gives all unused memory back first.
-            with torch.cuda.stream(stream):  # and its device
+            with _random_numbers, torch.cuda.stream(stream):  # and its device
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self.outputs = self.model(**{**self.rest, **self.tensors})
@@ -104,7 +108,7 @@ class StepGraph:
 def _restore_random_numbers(device: torch.device) -> None:
     """After a capture that failed, torch's generator waits for its end, and gives no numbers: until one has ended."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with _random_numbers, torch.cuda.stream(torch.cuda.Stream(device)):
         graph.capture_begin(capture_error_mode="thread_local")
         torch.empty(1, device=device).zero_()
         graph.capture_end()
@@ -156,7 +160,8 @@ def sample(
             logits = logits_processor(input_ids, logits.to(torch.float32, copy=True))  # the graph writes there again
         del outputs  # those of a long prompt are large
         if generation_config.do_sample:
-            tokens = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
+            with _random_numbers:
+                tokens = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
         else:
             tokens = logits.argmax(-1)
         if pads:
@@ -185,7 +190,7 @@ class _Glance:
     """Numbers on the device that the host sees without waiting for what is queued behind them."""
 
     def __init__(self, size: int, device: torch.device):
-        self.host = torch.empty(size, dtype=torch.long, pin_memory=device.type == "cuda")
+        self.host = torch.empty(size, dtype=torch.long, device="cpu", pin_memory=device.type == "cuda")
         self.ready = torch.cuda.Event() if device.type == "cuda" else None
 
     def at(self, x: Tensor) -> None:

@@ -183,6 +183,9 @@ class ForwardContext:
             for name, value in vars(self).items():
                 if isinstance(value, (Tensor, BlockMask, Packing)):
                     setattr(moved, name, value.to(device))
+            moved.attention_kwargs = {
+                name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.attention_kwargs.items()
+            }
             moved.parts = tuple(part.to(device) for part in self.parts)
             self._elsewhere[device] = moved
         return self._elsewhere[device]

@@ -14,7 +14,7 @@ from .cache_kda_hybrid import KdaHybridCache
 from .configuration_kda_hybrid import KdaHybridConfig
 from .layers_context import ForwardContext
 from .layers_mlp import RMSNorm
-from .ops_linear import Before, add, is_plain, linears
+from .ops_linear import Before, add, linears
 from .ops_mla import append_rows, attend_absorbed, refuses_absorbed
 from .ops_reference import wide
 
@@ -61,7 +61,7 @@ class MultiHeadLatentAttention(nn.Module):
         first += [self.g_proj] if self.config.attention_output_gate else []
         q, new, *gate = linears([hidden_states] * len(first), first, norm)
         if self.config.q_lora_rank is not None:
-            [q] = linears([q], [self.q_b_proj], Before(self.q_a_layernorm))
+            [q] = linears([q], [self.q_b_proj], Before(self.q_a_layernorm, RMSNorm))
         q = q.unflatten(-1, (self.heads, self.nope + self.shared))  # [B, T, H, N + P]
         gate = gate[0] if gate else None
         fused = self._fuses(q, new, gate, context, cache)
@@ -82,7 +82,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _rows(self, new: Tensor, context: ForwardContext, cache: KdaHybridCache | None, fused: bool) -> Tensor:
         """What `new` `[B, T, L + P]`, as projected, leaves to be read, after what was there before."""
         norm, memory = self.kv_a_layernorm, None if cache is None else cache.layers[self.layer_idx]
-        if fused and isinstance(context.at, Tensor) and is_plain(norm, new):
+        if fused and isinstance(context.at, Tensor) and Before(norm, RMSNorm).is_plain(new):
             return append_rows(new, norm.weight, norm.eps, memory.places(new), context.at)
         latent, shared = new.split([self.latent, self.shared], -1)
         rows = torch.cat([norm(latent), shared], -1)
@@ -133,8 +133,9 @@ class MultiHeadLatentAttention(nn.Module):
         return choice == SDPBackend.CUDNN_ATTENTION.value
 
     def _absorbable(self) -> bool:
-        """Whether the matrix of `kv_b_proj` is its plain weight: not an adapter's, quantised, sharded or elsewhere."""
+        """Whether `kv_b_proj` is its plain weight: not an adapter's, hooked, quantised, sharded or elsewhere."""
         plain = type(self.kv_b_proj) is nn.Linear and type(self.kv_b_proj.weight) is nn.Parameter
+        plain = plain and not (self.kv_b_proj._forward_hooks or self.kv_b_proj._forward_pre_hooks)
         return plain and self.kv_b_proj.weight.device.type != "meta"
 
     def _absorbed(self, q: Tensor, rows: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:

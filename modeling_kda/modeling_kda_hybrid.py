@@ -64,12 +64,12 @@ class KdaHybridDecoderLayer(GradientCheckpointingLayer):
         x = self._mixed(blocks, total, "self_attention")
         if self.starts_block:
             blocks, total = (*blocks, total), None
-        norm = Before(self.input_layernorm)
+        norm = Before(self.input_layernorm, RMSNorm)
         if self.linear:
             total = self.self_attn(x, context, cache, norm, total)
         else:
             total, weights = self.self_attn(x, context, cache, norm, total)
-        x, norm = self._mixed(blocks, total, "mlp"), Before(self.post_attention_layernorm)
+        x, norm = self._mixed(blocks, total, "mlp"), Before(self.post_attention_layernorm, RMSNorm)
         if self.sparse:
             total, logits = self.mlp(x, norm, total)
         else:
@@ -312,6 +312,12 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         if checkpointing and (cache is not None or use_cache):
             logger.warning_once("gradient checkpointing recomputes layers, which no cache can follow: none is used.")
             cache, use_cache = None, False
+        if checkpointing and inputs_embeds.is_cuda and self._gradient_checkpointing_func.keywords.get("use_reentrant"):
+            logger.warning_once(
+                "reentrant checkpointing runs layers without gradients first, by kernels that round otherwise than "
+                "those of the second time: tokens may then go to other experts. Better: "
+                "`gradient_checkpointing_enable({'use_reentrant': False})`."
+            )
         wants = {
             name: given if given is not None else getattr(self.config, name, False)
             for name, given in (

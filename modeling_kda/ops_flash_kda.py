@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .ops_operator import operator
 from .ops_reference import KdaCall
+from .ops_triton import device_of
 
 
 NAME = "flash_kda"
@@ -78,17 +79,18 @@ def _forward(
     import flash_kda
 
     o, final = _empty(q, v, cu_seqlens)
-    flash_kda.fwd(
-        *(x.contiguous() for x in (q, k, v, gate, beta)),
-        WIDTH**-0.5,
-        o,
-        A_log.float().contiguous(),
-        dt_bias.float().contiguous().view(-1, WIDTH),
-        bound,
-        initial_state=None if state is None else state.float().contiguous(),
-        final_state=final,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
-    )
+    with device_of(q):
+        flash_kda.fwd(
+            *(x.contiguous() for x in (q, k, v, gate, beta)),
+            WIDTH**-0.5,
+            o,
+            A_log.float().contiguous(),
+            dt_bias.float().contiguous().view(-1, WIDTH),
+            bound,
+            initial_state=None if state is None else state.float().contiguous(),
+            final_state=final,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+        )
     return o, final
 
 

@@ -29,7 +29,8 @@ logger = logging.get_logger(__name__)
 # In order of preference. The last is for who asks for it by name: see there what it costs.
 BACKENDS = (ops_triton, ops_fla, ops_torch, ops_reference, ops_flash_kda)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_choice = "auto"  # a plain global, which torch.compile can read
+_choice = "auto"  # a plain global, which torch.compile can read: the last of those asked for
+_choices: list[str] = []
 
 
 def kda(call: KdaCall) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,8 @@ def mixer(call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Moved | None]:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the `with` block, KDA runs on the backend of this name and no other; "auto" is the default.
+    """Within the `with` block, KDA runs on the backend of this name and no other, in every thread; "auto" is the
+    default.
 
     Raises:
         ValueError: there is no such backend.
@@ -68,11 +70,13 @@ def use_backend(name: str) -> Iterator[None]:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
         raise ValueError(f"unknown KDA backend {name!r}; there are {names}. Did you mean {near!r}?")
     global _choice
-    _choice, before = name, _choice
+    _choices.append(name)
+    _choice = name
     try:
         yield
     finally:
-        _choice = before
+        del _choices[len(_choices) - 1 - _choices[::-1].index(name)]  # another thread's may have come behind it
+        _choice = _choices[-1] if _choices else "auto"
 
 
 def allowed(name: str) -> bool:

@@ -13,17 +13,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .ops_kda import allowed, leaves_out_kernels
-from .ops_triton import DEVICES, NAME, ceil, device_of, early, why_not
+from .ops_operator import transformed
+from .ops_triton import NAME, ceil, device_of, early, elsewhere, why_not
 
 
 MANY = 2048  # rows, from which on copying the matrices costs little beside multiplying with them
 
 
 class Before:
-    """A norm, on its way to the layers behind it. Not the module: accelerate moves whatever has a `to`."""
+    """A norm, on its way to the layers behind it. Not the module: accelerate moves whatever has a `to`.
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+    Args:
+        module: the norm.
+        known: the class of RMSNorm that the kernels stand in for; another one runs itself.
+    """
+
+    def __init__(self, module: nn.Module, known: type[nn.Module]):
+        self.module, self.known = module, known
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether a kernel may take its place."""
+        return type(self.module) is self.known and is_plain(self.module, x)
 
 
 def linears(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | None = None) -> list[Tensor]:
@@ -88,7 +98,7 @@ class _Joined(torch.autograd.Function):
 def _joins(xs: Sequence[Tensor], layers: Sequence[nn.Linear]) -> bool:
     """Whether one product may take the place of these modules, and pays."""
     x = xs[0]
-    if x.device.type not in DEVICES:  # the first question, because it is asked most
+    if elsewhere(x):  # the first question, because it is asked most
         return False
     if len(layers) < 3 or x.numel() < MANY * x.shape[-1] or any(y is not x for y in xs):
         return False
@@ -96,7 +106,7 @@ def _joins(xs: Sequence[Tensor], layers: Sequence[nn.Linear]) -> bool:
         return False
     # Rows of 16 bytes, which is what the fast products read.
     plain = (type(m) is nn.Linear and m.bias is None and m.out_features % 8 == 0 and is_plain(m, x) for m in layers)
-    return not torch._C._are_functorch_transforms_active() and all(plain)
+    return not transformed() and all(plain)
 
 
 def add(residual: Tensor | None, x: Tensor, layer: nn.Linear) -> Tensor:
@@ -120,7 +130,7 @@ def gated(x: Tensor, gate: nn.Linear, up: nn.Linear, activation: nn.Module, norm
     Args:
         activation: a `GatedActivation`; its `fused` are the kernel's betas, None where no kernel knows it.
     """
-    if activation.fused is None or not _fuses([x], [gate, up], norm):
+    if activation.fused is None or hooked(activation) or not _fuses([x], [gate, up], norm):
         x = x if norm is None else norm.module(x)
         return activation(gate(x), up(x))
     from .kernels_linear import gated
@@ -152,30 +162,31 @@ def gated(x: Tensor, gate: nn.Linear, up: nn.Linear, activation: nn.Module, norm
 def _fuses(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | None = None) -> bool:
     """Whether a kernel may take the place of these modules."""
     x = xs[0]
-    if x.device.type not in DEVICES:  # the first question, because it is asked most
+    if elsewhere(x):  # the first question, because it is asked most
         return False
     if x.numel() != x.shape[-1] or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not allowed(NAME) or why_not() is not None:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
+        return False
+    if not allowed(NAME) or why_not() is not None:
         return False
     plain = all(type(layer) is nn.Linear and layer.bias is None and is_plain(layer, x) for layer in layers)
-    return (
-        plain
-        and (norm is None or is_plain(norm.module, x))
-        and all(y.dtype == x.dtype and y.is_contiguous() for y in xs)
-    )
+    return plain and (norm is None or norm.is_plain(x)) and all(y.dtype == x.dtype and y.is_contiguous() for y in xs)
 
 
 def is_plain(module: nn.Module, x: Tensor) -> bool:
     """Whether nothing is to happen but the module's own arithmetic on its own weight."""
+    if hooked(module):
+        return False
     weight = module.weight
-    # accelerate puts a `forward` of its own there.
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    if module._backward_hooks or module._backward_pre_hooks:
-        return False
     here = type(weight) is nn.Parameter and weight.dtype == x.dtype and weight.device == x.device
     return here and weight.is_contiguous()
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something else happens when the module runs. accelerate puts a `forward` of its own there."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" in vars(module) or any(hooks)
 
 
 def _filled(values: Sequence, missing: int) -> list:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from .ops_reference import OPERATORS
@@ -67,4 +68,9 @@ def operator(name: str, mutates_args: Sequence[str] = (), schema: str | None = N
 
 def _watched() -> bool:
     """Whether something looks at the operators that are called: a tracer, fake tensors, a transform."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._are_functorch_transforms_active()
+    return bool(torch._C._len_torch_dispatch_stack()) or transformed()
+
+
+def transformed() -> bool:
+    """Whether tensors that look plain may carry more: inside of `torch.func`, or of forward-mode differentiation."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

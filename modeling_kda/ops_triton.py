@@ -8,6 +8,7 @@ Legend: B batch, T tokens, H heads, K key width, V value width, W taps, N docume
 """
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -45,10 +46,27 @@ def why_not() -> str | None:
     return None
 
 
+def elsewhere(x: Tensor) -> str | None:
+    """Why no kernel runs where `x` lies, or None."""
+    if x.device.type not in DEVICES:
+        return f"tensors on {x.device.type!r}"
+    return _unfit(x.device) if x.is_cuda else None
+
+
+@torch.compiler.assume_constant_result
+def _unfit(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "a GPU that is not NVIDIA's"
+    return "a GPU from before Ampere" if _capability(device) < (8, 0) else None
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
 def early(x: Tensor) -> dict[str, bool]:
     """Arguments of a launch on the device of `x`: in a CUDA graph, from Hopper on, it may begin early."""
     captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    begins = captured and torch.cuda.get_device_capability(x.device)[0] >= 9
+    begins = captured and _capability(x.device)[0] >= 9
     return {"EARLY": True, "launch_pdl": True} if begins else {"EARLY": False}
 
 
@@ -69,9 +87,8 @@ def refuses_mixer(call: MixerCall) -> str | None:
 
 
 def _refuses(tensors: Sequence[Tensor | None], tokens: int, key: int, value: int) -> str | None:
-    device = tensors[0].device.type
-    if device not in DEVICES:
-        return f"tensors on {device!r}"
+    if (reason := elsewhere(tensors[0])) is not None:
+        return reason
     dtypes = sorted({str(x.dtype) for x in tensors[:3]})  # of q, k and v, which the kernel reads as one
     if tensors[0].dtype not in DTYPES or len(dtypes) > 1:
         return f"dtype {', '.join(dtypes)}"

@@ -10,7 +10,7 @@ from transformers.generation import BaseStreamer, LogitsProcessor, MaxLengthCrit
 
 from modeling_kda import KdaHybridCache, generation_kda_hybrid
 from modeling_kda.compat_transformers import CACHE_NAME
-from modeling_kda.generation_graph import StepGraph
+from modeling_kda.generation_graph import StepGraph, _Glance
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -28,6 +28,13 @@ def steps_of(model, ids, call, cache) -> torch.Tensor:
     model(ids[:, :6], cache=cache)
     inputs = {CACHE_NAME: cache, "use_cache": True, "return_dict": True}
     return torch.cat([call(input_ids=ids[:, t : t + 1], **inputs).logits.clone() for t in range(6, ids.shape[1])], 1)
+
+
+def test_numbers_are_looked_at_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        looked = _Glance(2, torch.device("cpu"))
+    looked.at(torch.tensor([3, 4]))
+    assert looked.values().tolist() == [3, 4]
 
 
 def test_generate_uses_a_graph_unless_a_way_to_compile_is_asked_for():

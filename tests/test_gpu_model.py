@@ -11,7 +11,7 @@ from helpers import k3_model, tiny_model
 from test_ops_fla import untuned  # noqa: F401  a fixture
 from torch import Tensor
 
-from modeling_kda import KdaHybridForCausalLM, ops_fla, ops_linear, ops_triton, use_backend
+from modeling_kda import KdaHybridForCausalLM, modeling_kda_hybrid, ops_fla, ops_linear, ops_triton, use_backend
 from modeling_kda.layers_mla import MultiHeadLatentAttention
 
 
@@ -137,3 +137,10 @@ def test_model_learns_compiled_as_in_float64(model):
     got = learnt(model, ids, torch.compile(model, fullgraph=True))
     with use_backend("torch"):
         check(got, learnt(model, ids), learnt(exact, ids))
+
+
+def test_model_warns_of_reentrant_checkpointing(model, caplog):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with caplog.at_level("WARNING", logger=modeling_kda_hybrid.logger.name):
+        model.train()(ids_of(1, 20))
+    assert "use_reentrant" in caplog.text

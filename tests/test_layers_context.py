@@ -66,6 +66,16 @@ def test_context_refuses_a_mask_that_is_no_tensor(mask):
         context_of(1, 2, attention_mask=mask)
 
 
+def test_context_moves_what_the_attention_is_given():
+    given = {"position_ids": torch.tensor([[0, 1, 0]]), "window": 3}
+    context = context_of(1, 3)
+    context.attention_kwargs = given
+    moved = context.to(torch.device("meta")).attention_kwargs
+    assert moved["position_ids"].device.type == "meta"
+    assert moved["window"] == 3
+    assert given["position_ids"].device.type == "cpu"
+
+
 def test_context_wants_a_mask_of_past_and_new_tokens():
     with pytest.raises(ValueError, match=r"`attention_mask`.*\(2, 3\).*5 cached and 3 new tokens.*\(2, 8\)"):
         context_of(2, 3, attention_mask=torch.ones(2, 3), cache=cache_of(5))

@@ -173,6 +173,16 @@ def test_absorbed_attention_has_the_gradients_of_one_run(shape):
         assert_close(got, want, absolute=0, relative=1e-5, name=name)
 
 
+def test_layer_with_a_cache_runs_the_hooks_of_its_projection():
+    layer, config = layer_of()
+    x, cache, seen = torch.randn(1, 4, config.hidden_size), KdaHybridCache(config), []
+    layer.kv_b_proj.register_forward_hook(lambda module, inputs, output: seen.append(1) or 2 * output)
+    with torch.no_grad():
+        got = torch.cat([run(layer, config, piece, cache) for piece in x.split((3, 1), 1)], 1)
+        assert len(seen) == 2
+        assert_close(got, run(layer, config, x), absolute=0, relative=1e-5)
+
+
 class Adapted(nn.Module):
     """What an adapter puts in a linear layer's place: `weight` alone is not its matrix."""
 

@@ -10,7 +10,7 @@ import torch
 from helpers import TOLERANCE, tiny_model, token_ids
 from test_ops_torch import TENSORS, check, make_call, outcome, without_gradients
 
-from modeling_kda import KdaCall, backend_report, kda, ops_kda, ops_reference, ops_torch, use_backend
+from modeling_kda import KdaCall, backend_report, kda, ops_kda, ops_reference, ops_torch, ops_triton, use_backend
 
 
 class Spy:
@@ -174,6 +174,29 @@ def test_use_backend_is_restored_after_an_exception(spy):
         raise KeyError("made up")
     kda(make_call(T=3))
     assert spy.ran == ["torch"]
+
+
+def test_use_backend_is_undone_whoever_leaves_first(spy):
+    """As threads do."""
+    first, second = use_backend("torch"), use_backend("reference")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    kda(make_call(T=3))
+    second.__exit__(None, None, None)
+    kda(make_call(T=3))
+    assert spy.ran == ["reference", "torch"]
+    assert ops_kda._choice == "auto"
+
+
+def test_kernels_are_for_gpus_of_nvidia_from_ampere_on(monkeypatch):
+    x = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True)
+    monkeypatch.setattr(ops_triton, "_capability", lambda device: {1: (7, 5)}.get(device.index, (8, 0)))
+    assert ops_triton.elsewhere(x) == "a GPU from before Ampere"
+    x.device = torch.device("cuda", 0)
+    assert ops_triton.elsewhere(x) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert ops_triton.elsewhere(x) == "a GPU that is not NVIDIA's"
 
 
 @pytest.mark.parametrize(("name", "near"), [("tourch", "torch"), ("refrence", "reference"), ("Auto", "auto")])

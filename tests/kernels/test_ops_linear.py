@@ -71,7 +71,7 @@ def check(got, want, dtype):
 def test_linears_are_layers_side_by_side(launched, C, widths, with_norm, dtype):
     torch.manual_seed(0)
     layers, norm, x = [layer_of(C, n, dtype) for n in widths], norm_of(C, dtype) if with_norm else None, row(C, dtype)
-    got = linears([x] * len(layers), layers, norm and Before(norm))
+    got = linears([x] * len(layers), layers, norm and Before(norm, RMSNorm))
     assert launched == ["linears"]
     y = x.double() if norm is None else exact(norm)(x.double())
     for one, layer in zip(got, layers):
@@ -109,7 +109,7 @@ def test_gated_is_two_layers_and_an_activation(launched, act, with_norm, dtype):
     activation, norm = GatedActivation(tiny_config(**act)), norm_of(600, dtype) if with_norm else None
     x, gate, up = row(600, dtype), layer_of(600, 21, dtype), layer_of(600, 21, dtype)
     gate.weight.mul_(20)  # into the bends
-    got = gated(x, gate, up, activation, norm and Before(norm))
+    got = gated(x, gate, up, activation, norm and Before(norm, RMSNorm))
     assert launched == ["gated"]
     y = x.double() if norm is None else exact(norm)(x.double())
     check(got, activation(exact(gate)(y), exact(up)(y)), dtype)
@@ -150,6 +150,26 @@ def test_layers_run_themselves_where_more_is_to_happen(launched, case):
     assert torch.equal(add(residual, x, layer), residual + layer(x))
     activation = GatedActivation(tiny_config())
     assert torch.equal(gated(x, layer, layer, activation), activation(layer(x), layer(x)))
+    assert launched == []
+
+
+def test_a_norm_of_another_class_runs_itself(launched):
+    """It may have a weight and an eps, too."""
+    norm, x = nn.LayerNorm(12, device=DEVICE, dtype=torch.bfloat16), row(12, torch.bfloat16)
+    norm.bias.fill_(3.0)
+    layers = [layer_of(12, 9, torch.bfloat16) for _ in range(2)]
+    y, activation = norm(x), GatedActivation(tiny_config())
+    for got, layer in zip(linears([x] * 2, layers, Before(norm, RMSNorm)), layers):
+        assert torch.equal(got, layer(y))
+    got = gated(x, *layers, activation, Before(norm, RMSNorm))
+    assert torch.equal(got, activation(layers[0](y), layers[1](y)))
+    assert launched == []
+
+
+def test_an_activation_with_a_hook_runs_itself(launched):
+    activation, x, layer = GatedActivation(tiny_config()), row(12, torch.bfloat16), layer_of(12, 9, torch.bfloat16)
+    activation.register_forward_hook(lambda module, inputs, output: 0 * output)
+    assert not gated(x, layer, layer, activation).any()
     assert launched == []
 
 
@@ -194,7 +214,7 @@ def test_layers_of_many_rows_are_one_product(joined, with_norm, dtype):
     norm = norm_of(24, dtype) if with_norm else None
     parameters = [x, *(layer.weight for layer in layers), *([norm.weight] if with_norm else [])]
     with torch.enable_grad():
-        got = linears([x] * 3, layers, norm and Before(norm))
+        got = linears([x] * 3, layers, norm and Before(norm, RMSNorm))
         leaves = [y.detach().double().requires_grad_() for y in parameters]
         y = leaves[0]
         if with_norm:

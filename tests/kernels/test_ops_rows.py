@@ -278,6 +278,19 @@ def test_functions_of_torch_func_run_plain_torch(name, launched):
     assert launched == []
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["norm", "silu"])
+def test_tangents_go_through_plain_torch(name, frozen, launched):
+    module, inputs = modules()[name]
+    module.requires_grad_(not frozen)
+    inputs, ones = [x.detach() for x in inputs], [torch.ones_like(x) for x in inputs]
+    with torch.autograd.forward_ad.dual_level():
+        got = module(*(torch.autograd.forward_ad.make_dual(*pair) for pair in zip(inputs, ones)))
+        got = torch.autograd.forward_ad.unpack_dual(got).tangent
+    assert_close(got, torch.func.jvp(module, tuple(inputs), tuple(ones))[1], 0, TOLERANCE[torch.float32])
+    assert launched == []
+
+
 class Marked(Tensor):
     pass
 
