@@ -260,6 +260,9 @@ HARDER = {
     "saturated at a low bound, every third channel": lambda: replace(
         make_call(bound=-8.0), gate=torch.where(torch.arange(7) % 3 == 0, 300.0, -1.0).expand(1, 70, 2, 7)
     ),
+    "all forgotten at times": lambda: replace(
+        make_call(), gate=torch.where(torch.arange(70) % 5 == 0, 1e6, -3.0).view(1, 70, 1, 1).expand(1, 70, 2, 7)
+    ),
     "equal keys, all overwritten": lambda: replace(
         make_call(bound=-5.0),
         k=torch.ones(1, 70, 2, 7),
