@@ -12,6 +12,7 @@ from transformers.generation import BaseStreamer, MaxLengthCriteria
 from transformers.utils import logging
 
 from .compat_transformers import CACHE_NAME
+from .ops_linear import hooked
 
 
 logger = logging.get_logger(__name__)
@@ -117,7 +118,7 @@ def _restore_random_numbers(device: torch.device) -> None:
 def problem_of(model: nn.Module) -> str:
     """Why a step cannot be a graph, which leaves Python code out and is for one device. Empty if it can."""
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        if hooked(module):
             return f"module {name!r} has hooks"
     devices = sorted({str(x.device) for x in model.parameters()})
     return f"its weights lie on {', '.join(devices)}" if len(devices) > 1 else ""

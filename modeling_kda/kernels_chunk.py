@@ -140,8 +140,9 @@ def prepare(
             total, rest = tl.cumsum(eighths, 1), tl.cumsum(g - eighths, 1)
             end = tl.sum(tl.where((row == C - 1)[None, :], rest, 0.0), 1)
             between = (total[:, :, None] - total[:, None, :]) + (rest[:, :, None] - rest[:, None, :])
-            whole = tl.min(total, 1) + end
-            to_end = (tl.min(total, 1)[:, None] - total) + (end[:, None] - rest)
+            whole = tl.min(total, 1)
+            to_end = (whole[:, None] - total) + (end[:, None] - rest)
+            whole += end
             total += rest
         else:
             total = tl.cumsum(g, 1)

@@ -312,7 +312,8 @@ class KdaHybridModel(KdaHybridPreTrainedModel):
         if checkpointing and (cache is not None or use_cache):
             logger.warning_once("gradient checkpointing recomputes layers, which no cache can follow: none is used.")
             cache, use_cache = None, False
-        if checkpointing and inputs_embeds.is_cuda and self._gradient_checkpointing_func.keywords.get("use_reentrant"):
+        given = getattr(self._gradient_checkpointing_func, "keywords", {}) if checkpointing else {}
+        if given.get("use_reentrant") and inputs_embeds.is_cuda:
             logger.warning_once(
                 "reentrant checkpointing runs layers without gradients first, by kernels that round otherwise than "
                 "those of the second time: tokens may then go to other experts. Better: "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .ops_kda import leaves_out_kernels
-from .ops_triton import DTYPES, ceil, device_of, early, elsewhere, power, why_not
+from .ops_triton import DTYPES, ceil, device_of, early, power, unfit, why_not
 
 
 MOST_CANDIDATES = 16  # which the kernels name one by one
@@ -20,7 +20,7 @@ ROWS = 8  # tokens of a program on the way back, which share a sum
 def mixes(weight: Tensor, candidates: Sequence[Tensor]) -> bool:
     """Whether the kernels can take these; see `mix`."""
     x = candidates[0]
-    if elsewhere(x):
+    if unfit(x):
         return False
     fits = len(candidates) <= MOST_CANDIDATES and 0 < x.shape[-1] <= MOST_WIDTH and x.numel() > 0
     same = weight.dtype == torch.float32 and all(y.dtype in DTYPES and y.shape == x.shape for y in candidates)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .ops_mixer import MixerCall
 from .ops_operator import operator
-from .ops_triton import ceil, device_of, elsewhere, power, rows_of
+from .ops_triton import ceil, device_of, power, rows_of, unfit
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,7 +29,7 @@ ELEMENTS, TILES = 2048, 8  # of one tile of the norm; tiles whose gradients of t
 def refuses_glue(call: MixerCall) -> str | None:
     """Why `convolve` and `normalise` cannot run `call`, or None."""
     dtypes = {x.dtype for x in (call.q, call.k, call.v)}
-    if (reason := elsewhere(call.q)) is not None:
+    if (reason := unfit(call.q)) is not None:
         return reason
     if len(dtypes) > 1 or call.q.dtype not in DTYPES:
         return f"dtype {', '.join(sorted(map(str, dtypes)))}"

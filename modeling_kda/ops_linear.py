@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .ops_kda import allowed, leaves_out_kernels
-from .ops_operator import transformed
-from .ops_triton import NAME, ceil, device_of, early, elsewhere, why_not
+from .ops_triton import NAME, ceil, device_of, early, unfit, why_not
 
 
-MANY = 2048  # rows, from which on copying the matrices costs little beside multiplying with them
+MANY = 2048  # rows. Copying the matrices takes a fifth of the time of multiplying them, computed for an H200.
 
 
 class Before:
@@ -98,15 +97,17 @@ class _Joined(torch.autograd.Function):
 def _joins(xs: Sequence[Tensor], layers: Sequence[nn.Linear]) -> bool:
     """Whether one product may take the place of these modules, and pays."""
     x = xs[0]
-    if elsewhere(x):  # the first question, because it is asked most
+    if unfit(x):
         return False
     if len(layers) < 3 or x.numel() < MANY * x.shape[-1] or any(y is not x for y in xs):
         return False
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or leaves_out_kernels():
         return False
+    if any(m._backward_hooks or m._backward_pre_hooks for m in layers):
+        return False
     # Rows of 16 bytes, which is what the fast products read.
     plain = (type(m) is nn.Linear and m.bias is None and m.out_features % 8 == 0 and is_plain(m, x) for m in layers)
-    return not transformed() and all(plain)
+    return all(plain)
 
 
 def add(residual: Tensor | None, x: Tensor, layer: nn.Linear) -> Tensor:
@@ -162,13 +163,11 @@ def gated(x: Tensor, gate: nn.Linear, up: nn.Linear, activation: nn.Module, norm
 def _fuses(xs: Sequence[Tensor], layers: Sequence[nn.Linear], norm: Before | None = None) -> bool:
     """Whether a kernel may take the place of these modules."""
     x = xs[0]
-    if elsewhere(x):  # the first question, because it is asked most
+    if unfit(x):
         return False
     if x.numel() != x.shape[-1] or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
-        return False
-    if not allowed(NAME) or why_not() is not None:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not allowed(NAME) or why_not() is not None:
         return False
     plain = all(type(layer) is nn.Linear and layer.bias is None and is_plain(layer, x) for layer in layers)
     return plain and (norm is None or norm.is_plain(x)) and all(y.dtype == x.dtype and y.is_contiguous() for y in xs)
@@ -185,8 +184,7 @@ def is_plain(module: nn.Module, x: Tensor) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether something else happens when the module runs. accelerate puts a `forward` of its own there."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return "forward" in vars(module) or any(hooks)
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _filled(values: Sequence, missing: int) -> list:

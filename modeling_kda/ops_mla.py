@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .ops_kda import allowed
 from .ops_operator import operator
-from .ops_triton import NAME, ceil, device_of, early, elsewhere, power, rows_of, why_not
+from .ops_triton import NAME, ceil, device_of, early, power, rows_of, unfit, why_not
 
 
 MOST_TOKENS = 16
@@ -32,7 +32,7 @@ def refuses_absorbed(q: Tensor, rows: Tensor, matrix: Tensor, gate: Tensor | Non
     value, device = matrix.shape[0] // q.shape[2] - (width - (R - L)), q.device
     if not allowed(NAME):
         return "another backend is asked for"
-    if (reason := elsewhere(q) or why_not()) is not None:
+    if (reason := unfit(q) or why_not()) is not None:
         return reason
     tensors = [x for x in (q, rows, matrix, gate) if x is not None]
     if q.dtype not in MOST_LATENT or any(x.dtype != q.dtype for x in tensors):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .ops_operator import operator
-from .ops_triton import DTYPES, NAME, ceil, device_of, early, elsewhere, power, why_not
+from .ops_triton import DTYPES, NAME, ceil, device_of, early, power, unfit, why_not
 from .weights_mxfp4 import BLOCK
 
 
@@ -49,7 +49,7 @@ def refuses(
     """Why `run` cannot run these, or None."""
     experts = [x for x in (gate_up, down, gate_up_scale, down_scale) if x is not None]
     tensors, device = [hidden_states, index, weights, *experts], hidden_states.device
-    if (reason := elsewhere(hidden_states)) is not None:
+    if (reason := unfit(hidden_states)) is not None:
         return reason
     if any(x.device != device for x in tensors):
         return "tensors on several devices"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .ops_kda import leaves_out_kernels
-from .ops_operator import operator, transformed
-from .ops_triton import DTYPES, ceil, device_of, elsewhere, power, rows_of, why_not
+from .ops_operator import operator
+from .ops_triton import DTYPES, ceil, device_of, power, rows_of, unfit, why_not
 
 
 MOST_WIDTH = 16384  # of a norm: whole rows lie in registers.
@@ -35,13 +35,13 @@ def activates(gate: Tensor, up: Tensor) -> bool:
 
 def _plain(x: Tensor, other: Tensor) -> bool:
     """Whether these are nothing but tensors, where kernels run, and those are wanted."""
-    if elsewhere(x):  # the first question, because it is asked most
+    if unfit(x):
         return False
     if any(type(y) not in (Tensor, nn.Parameter) or y.dtype not in DTYPES for y in (x, other)):
         return False
     if x.device != other.device or not x.numel():
         return False
-    return not (transformed() or leaves_out_kernels() or why_not())
+    return not (leaves_out_kernels() or why_not())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

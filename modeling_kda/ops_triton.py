@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .ops_mixer import MixerCall, Moved
-from .ops_operator import operator
+from .ops_operator import operator, transformed
 from .ops_reference import UNIT_EPS, KdaCall, writable
 
 
@@ -46,15 +46,17 @@ def why_not() -> str | None:
     return None
 
 
-def elsewhere(x: Tensor) -> str | None:
-    """Why no kernel runs where `x` lies, or None."""
-    if x.device.type not in DEVICES:
+def unfit(x: Tensor) -> str | None:
+    """Why no kernel can run on `x`, whatever the kernel, or None."""
+    if x.device.type not in DEVICES:  # what is asked most, first
         return f"tensors on {x.device.type!r}"
-    return _unfit(x.device) if x.is_cuda else None
+    if transformed():
+        return "torch.func, or forward-mode differentiation"
+    return _unfit_device(x.device) if x.is_cuda else None
 
 
 @torch.compiler.assume_constant_result
-def _unfit(device: torch.device) -> str | None:
+def _unfit_device(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "a GPU that is not NVIDIA's"
     return "a GPU from before Ampere" if _capability(device) < (8, 0) else None
@@ -87,7 +89,7 @@ def refuses_mixer(call: MixerCall) -> str | None:
 
 
 def _refuses(tensors: Sequence[Tensor | None], tokens: int, key: int, value: int) -> str | None:
-    if (reason := elsewhere(tensors[0])) is not None:
+    if (reason := unfit(tensors[0])) is not None:
         return reason
     dtypes = sorted({str(x.dtype) for x in tensors[:3]})  # of q, k and v, which the kernel reads as one
     if tensors[0].dtype not in DTYPES or len(dtypes) > 1:

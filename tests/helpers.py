@@ -235,3 +235,19 @@ def assert_goes_on(
         got.append(step(model, more[:, start:end], cache, **given))
     want = model(whole, attention_mask=mask, use_cache=False).logits[:, seen.shape[1] :]
     assert_close(torch.cat(got, 1), want, 3 * LOGITS)
+
+
+@torch.no_grad()
+def check_compiled_steps(model: KdaHybridForCausalLM) -> None:
+    """Decoding on a static cache gives the same logits, and leaves the same behind, in one compiled graph."""
+    ids = token_ids(9).to(model.device)
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    caches = [KdaHybridCache(model.config, 16) for _ in range(2)]
+    for cache in caches:
+        model(ids[:, :6], cache=cache)
+    for t in range(6, 9):
+        got, want = (f(ids[:, t : t + 1], cache=c).logits for f, c in zip((compiled, model), caches))
+        assert_close(got, want, absolute=LOGITS)
+    for got, want in zip(*(cache.layers for cache in caches)):
+        for name, x in got.contents(9).items():
+            assert_close(x, want.contents(9)[name], absolute=0, relative=1e-5, name=name)

@@ -25,7 +25,7 @@ ALLOWED = {
     "ops_flash_kda": ["ops_operator", "ops_reference", "ops_triton"],
     "ops_kda": ["ops_*"],
     "ops_attnres": ["kernels_*", "ops_kda", "ops_triton"],
-    "ops_linear": ["kernels_*", "ops_kda", "ops_operator", "ops_triton"],
+    "ops_linear": ["kernels_*", "ops_kda", "ops_triton"],
     "ops_mla": ["kernels_*", "ops_kda", "ops_operator", "ops_reference", "ops_triton"],
     "ops_moe": ["kernels_*", "ops_operator", "ops_reference", "ops_triton", "weights_mxfp4"],
     "ops_rows": ["kernels_*", "ops_kda", "ops_operator", "ops_reference", "ops_triton"],
@@ -51,7 +51,7 @@ ALLOWED = {
     "weights_mxfp4": [],
     "weights_kda": ["configuration_kda_hybrid", "weights_mxfp4"],
     "compat_transformers": [],
-    "generation_graph": ["compat_transformers"],
+    "generation_graph": ["compat_transformers", "ops_linear"],
     "generation_kda_hybrid": ["cache_kda_hybrid", "cache_memory", "compat_transformers", "generation_graph"],
     "modeling_kda_hybrid": [
         "configuration_kda_hybrid",

@@ -192,11 +192,13 @@ def test_use_backend_is_undone_whoever_leaves_first(spy):
 def test_kernels_are_for_gpus_of_nvidia_from_ampere_on(monkeypatch):
     x = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True)
     monkeypatch.setattr(ops_triton, "_capability", lambda device: {1: (7, 5)}.get(device.index, (8, 0)))
-    assert ops_triton.elsewhere(x) == "a GPU from before Ampere"
+    assert ops_triton.unfit(x) == "a GPU from before Ampere"
     x.device = torch.device("cuda", 0)
-    assert ops_triton.elsewhere(x) is None
+    assert ops_triton.unfit(x) is None
+    with torch.autograd.forward_ad.dual_level():  # which a kernel would lose
+        assert "forward-mode" in ops_triton.unfit(x)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert ops_triton.elsewhere(x) == "a GPU that is not NVIDIA's"
+    assert ops_triton.unfit(x) == "a GPU that is not NVIDIA's"
 
 
 @pytest.mark.parametrize(("name", "near"), [("tourch", "torch"), ("refrence", "reference"), ("Auto", "auto")])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from helpers import LOGITS, TOLERANCE, assert_close, k3_model, tiny_model, token_ids
+from helpers import LOGITS, TOLERANCE, assert_close, check_compiled_steps, k3_model, tiny_model, token_ids
 from test_layers_mla import layer_of
 from torch import Tensor, nn
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -362,16 +362,7 @@ def test_layer_whose_norm_is_watched_makes_its_rows_itself(called):
 
 def test_model_decodes_compiled_as_it_is():
     """Rows are written where they lie: the compiler must neither refuse nor copy them for good."""
-    model, ids = model_of(), token_ids(9).to(DEVICE)
-    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    caches = [KdaHybridCache(model.config, 16) for _ in range(2)]
-    for cache in caches:
-        model(ids[:, :6], cache=cache)
-    for t in range(6, 9):
-        got, want = (f(ids[:, t : t + 1], cache=c).logits for f, c in zip((compiled, model), caches))
-        assert_close(got, want, absolute=LOGITS)
-    got, want = (cache.layers[0].contents(9)["latents"] for cache in caches)
-    assert_close(got, want, absolute=0, relative=1e-5)
+    check_compiled_steps(model_of())
 
 
 def test_attention_compiles_for_any_length():

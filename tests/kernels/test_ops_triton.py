@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import LOGITS, TOLERANCE, assert_close, tiny_model, token_ids
+from helpers import TOLERANCE, assert_close, check_compiled_steps, tiny_model
 from test_ops_mixer import CUTS, in_double, make_mixer_call, named, truth
 from test_ops_reference import CASES, check_golden
 from test_ops_torch import convert, make_call
 from torch import Tensor
 
-from modeling_kda import KdaHybridCache, kda, ops_reference, ops_triton, use_backend
+from modeling_kda import kda, ops_reference, ops_triton, use_backend
 from modeling_kda.ops_kda import mixer
 from modeling_kda.ops_mixer import MixerCall
 
@@ -197,17 +197,7 @@ def test_backend_refuses_gradients():
 
 def test_model_decodes_compiled_as_it_is():
     """The kernel is an operator that changes its inputs: the compiler must neither refuse nor copy them for good."""
-    model, ids = tiny_model(mlp_layer_types=["dense"] * 4).to(DEVICE), token_ids(9).to(DEVICE)
-    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    caches = [KdaHybridCache(model.config, 16) for _ in range(2)]
-    for cache in caches:
-        model(ids[:, :6], cache=cache)
-    for t in range(6, 9):
-        got, want = (f(ids[:, t : t + 1], cache=c).logits for f, c in zip((compiled, model), caches))
-        assert_close(got, want, absolute=LOGITS)
-    for got, want in zip(*(cache.layers for cache in caches)):
-        for name, x in got.contents(9).items():
-            assert_close(x, want.contents(9)[name], absolute=0, relative=1e-5, name=name)
+    check_compiled_steps(tiny_model(mlp_layer_types=["dense"] * 4).to(DEVICE))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
