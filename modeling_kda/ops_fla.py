@@ -55,10 +55,13 @@ def refuses(call: KdaCall) -> str | None:
 
 def run(call: KdaCall) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention on `call`; see `KdaCall` for shapes."""
-    tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias)
+    q, k = call.q.to(call.v.dtype), call.k.to(call.v.dtype)
+    tensors = (q, k, call.v, call.gate, call.beta, call.A_log.float(), call.dt_bias.float())
+    state = None if call.state is None else call.state.float()
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.long()
     # As an operator it can be compiled; by itself it keeps more for the way back, and need not compute that again.
     chunk = _operator if torch.compiler.is_compiling() else _chunk
-    return chunk(*tensors, call.lower_bound, call.state, call.cu_seqlens)
+    return chunk(*tensors, call.lower_bound, state, cu_seqlens)
 
 
 def _chunk(
@@ -76,14 +79,14 @@ def _chunk(
     from fla.ops.kda import chunk_kda
 
     return chunk_kda(
-        q.to(v.dtype),
-        k.to(v.dtype),
+        q,
+        k,
         v,
         gate,
         beta,
-        A_log=A_log.float(),
-        dt_bias=dt_bias.float(),
-        initial_state=None if state is None else state.float(),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
@@ -91,7 +94,7 @@ def _chunk(
         safe_gate=bound is not None and bound >= FAST_BOUND,
         lower_bound=bound,
         state_v_first=True,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+        cu_seqlens=cu_seqlens,
     )
 
 
@@ -137,7 +140,10 @@ def _operator_backward(
     to_o: Tensor,
     to_final: Tensor,
 ) -> list[Tensor]:
-    """Gradients of the seven tensors, and of the state if there is one; the forward is computed again."""
+    """Gradients of the seven tensors, and of the state if there is one; the forward is computed again.
+
+    Inside of an operator torch records fla's function alone: a conversion there would cut its input off.
+    """
     leaves = [x.detach().requires_grad_() for x in (*tensors, *([] if state is None else [state]))]
     with torch.enable_grad():
         outputs = _chunk(*leaves[:7], bound, *(leaves[7:] or [None]), cu_seqlens)

@@ -1,5 +1,6 @@
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ collect_ignore = [] if torch.cuda.is_available() or os.environ.get("TRITON_INTER
 def same_random_numbers():
     """Every test draws the same ones, alone or after others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """By other tests: torch compiles a function only so often anew."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture

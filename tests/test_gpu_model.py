@@ -11,7 +11,7 @@ from helpers import k3_model, tiny_model
 from test_ops_fla import untuned  # noqa: F401  a fixture
 from torch import Tensor
 
-from modeling_kda import KdaHybridForCausalLM, modeling_kda_hybrid, ops_fla, ops_linear, ops_triton, use_backend
+from modeling_kda import KdaHybridForCausalLM, ops_fla, ops_linear, ops_triton, use_backend
 from modeling_kda.layers_mla import MultiHeadLatentAttention
 
 
@@ -59,10 +59,12 @@ def learnt(model: KdaHybridForCausalLM, ids: Tensor, forward=None, **given) -> d
 
 
 def check(got: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """`got` is as near to `exact` as `plain` is."""
+    """`got` is as near to `exact` as `plain` is. Where a choice of one weighs nothing, the gradient is a rounding."""
+    whole = sum(want.square().sum().item() for want in exact.values()) ** 0.5
     for name, want in exact.items():
         size, off, limit = (x.norm().item() for x in (want, got[name].double() - want, plain[name].double() - want))
-        assert off <= SLACK * limit + 1e-3 * size, f"{name}: error {off} of {size}; that of plain torch is {limit}"
+        most = SLACK * limit + 1e-3 * size + 1e-9 * whole
+        assert off <= most, f"{name}: error {off} of {size}; that of plain torch is {limit}"
 
 
 def in_float64(model: KdaHybridForCausalLM) -> KdaHybridForCausalLM:
@@ -139,8 +141,7 @@ def test_model_learns_compiled_as_in_float64(model):
         check(got, learnt(model, ids), learnt(exact, ids))
 
 
-def test_model_warns_of_reentrant_checkpointing(model, caplog):
+def test_model_warns_of_reentrant_checkpointing(model, messages):
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with caplog.at_level("WARNING", logger=modeling_kda_hybrid.logger.name):
-        model.train()(ids_of(1, 20))
-    assert "use_reentrant" in caplog.text
+    model.train()(ids_of(1, 20))
+    assert [m for m in messages() if "use_reentrant" in m]

@@ -331,7 +331,6 @@ def test_r21_decoding_compiles_once_and_stays_where_it_is(make):
         compiled.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
     step = torch.compile(model, fullgraph=True, backend=backend)
     cache = KdaHybridCache(model.config, max_cache_len=16)
     got, places = [logits_of(model, ids[:, :5], cache=cache)], addresses(cache)

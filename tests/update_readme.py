@@ -220,7 +220,7 @@ def _one_of_models(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first, *others = [report for report in reports if "models" in report] or [None]
     for other in others:
         first["models"] += other["models"]
-        first["machine"]["command"] += "`, `" + other["machine"]["command"]
+        first["machine"]["command"] = "python -m tests.benchmarks.gpu_model"
     return [report for report in reports if "models" not in report or report is first]
 
 
@@ -281,7 +281,8 @@ def _gpu_table(report: dict[str, Any]) -> str:
             rows.setdefault("first token of the first call, s", {})[name] = _digits(x["decode"][0]["first_call"])
         for y in x["prefill"]:
             rows.setdefault(f"prefill of {y['tokens']:,}, tokens/s", {})[name] = _digits(y["tok_s"])
-            rows.setdefault(f"cache after {y['tokens']:,}, MiB", {})[name] = _digits(y["cache_mib"])
+            if y["cache_mib"]:  # where it is known
+                rows.setdefault(f"cache after {y['tokens']:,}, MiB", {})[name] = _digits(y["cache_mib"])
         for key, unit in (("tok_s", "tokens/s"), ("peak_gib", "peak GiB")) if "training" in x else ():
             rows.setdefault(f"training on 2 x 4,096, {unit}", {})[name] = _digits(x["training"][key])
     names = list(dict.fromkeys(name for cells in rows.values() for name in cells))

@@ -10,7 +10,7 @@ decoding is the weights a token needs and the latents, read once at the speed of
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -119,13 +119,21 @@ def prefill(model: torch.nn.Module, tokens: int) -> dict[str, float]:
     return {"tok_s": tokens / median(lambda: model(ids, **given)), "cache_mib": cache_mib(model(ids, **given))}
 
 
-def cache_mib(output: Any) -> float | None:
+def cache_mib(output: Any) -> float:
     cache = output.get("cache", output.get("past_key_values"))
-    layers = getattr(cache, "layers", [])
-    tensors = {id(x): x for layer in layers for x in vars(layer).values() if isinstance(x, torch.Tensor)}
     if hasattr(cache, "nbytes"):
         return sum(cache.nbytes().values()) / 2**20
+    tensors = {id(x): x for layer in cache.layers for x in tensors_in(vars(layer))}
     return sum(x.numel() * x.element_size() for x in tensors.values()) / 2**20
+
+
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """Of dicts and sequences in one another."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (dict, list, tuple)):
+        for y in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(y)
 
 
 def training(model: torch.nn.Module, rows: int, tokens: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ from modeling_kda.ops_kda import mixer
 from modeling_kda.ops_mixer import MixerCall, compose
 
 from .common import report, table
+from .gpu_model import bandwidth
 
 
 BATCHES, WIDTH, TAPS = (1, 8, 64), 128, 4
@@ -108,19 +109,13 @@ def timed(steps: list[Callable[[], Any]], calls: int) -> dict[str, float]:
     }
 
 
-def copy_speed() -> float:
-    """Bytes read and written a second, by a copy of 4 GiB."""
-    a, b = (torch.empty(2**31, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return 2 * a.numel() / (1e-6 * microseconds(lambda i: b.copy_(a), 4))
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--quick", action="store_true", help="one batch size")
     given = parser.parse_args()
-    speed, results = copy_speed(), []
+    speed, results = bandwidth(), []
     for batch in BATCHES[:1] if given.quick else BATCHES:
         bytes_ = batch * given.heads * WIDTH * WIDTH * 4
         layers = [layer(batch, given.heads, seed) for seed in range(max(2, LAYERS_MIB * 2**20 // bytes_))]

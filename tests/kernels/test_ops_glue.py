@@ -209,7 +209,6 @@ def test_normalise_takes_any_gate(gate):
 def test_compiled_whole_is_the_parts(cu_seqlens):
     """Between compiled projections the operators stand in one graph, forward and backward."""
     call = make_mixer_call(1 if cu_seqlens else 2, 6, H=2, K=3, V=4, cu_seqlens=cu_seqlens)
-    torch._dynamo.reset()
 
     def whole(call: MixerCall, *parts: Callable) -> tuple[Tensor, Tensor, Tensor]:
         call = replace(call, q=call.q * 2, out_gate=call.out_gate * 2)

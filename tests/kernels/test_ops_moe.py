@@ -368,7 +368,6 @@ def test_block_compiles_in_one_graph(spy):
     block, config = block_on_device()
     x = torch.randn(1, 3, config.hidden_size, device=DEVICE)
     want, _ = block(x)
-    torch._dynamo.reset()
     got, _ = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
     assert spy.ran == 2
     assert_close(got, want, absolute=0, relative=1e-6)

@@ -343,7 +343,6 @@ def test_compiled_whole_is_the_module(name):
     def whole(*inputs: Tensor) -> Tensor:
         return module(*(x * 2 for x in inputs)) * 3
 
-    torch._dynamo.reset()
     found = []
     for function in (whole, torch.compile(whole, fullgraph=True, backend="aot_eager")):
         y = function(*inputs)
