@@ -1,4 +1,4 @@
-"""Triton kernels of Kimi Delta Attention for many tokens without gradients. `ops_triton` launches them.
+"""Triton kernels of Kimi Delta Attention for many tokens. `ops_chunk` launches them.
 
 `prepare` turns chunks of C tokens, all at once, into what `recur` then carries a state through, chunk after chunk.
 With every token's decay from its chunk's begin, `D`, and to its end, `E`, both at most 1 (section 3 of Kimi Linear,
@@ -24,7 +24,7 @@ except ImportError:
 
 
 @triton.jit
-def _document(cu_seqlens, n, T, C: tl.constexpr, PACKED: tl.constexpr):
+def document(cu_seqlens, n, T, C: tl.constexpr, PACKED: tl.constexpr):
     """The first token of document n, how many it has, and its first slot."""
     if PACKED:
         first = tl.load(cu_seqlens + n).to(tl.int64)
@@ -34,7 +34,7 @@ def _document(cu_seqlens, n, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _document_of(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
+def document_of(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
     """The document that a slot belongs to."""
     if PACKED:
         low = slot * 0
@@ -50,7 +50,7 @@ def _document_of(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _of_tokens(x, h, first, row, stride, W):
+def of_tokens(x, h, first, row, stride, W):
     """Where W channels of head h of these tokens begin."""
     return x + (first + row) * stride + h * W
 
@@ -84,6 +84,8 @@ def prepare(
     to_u,
     to_scores,
     to_decay,
+    to_ties,
+    to_solved,
     T,
     H,
     N,
@@ -101,21 +103,22 @@ def prepare(
     """One chunk of one head, to `[slots, H, C, BK]`: `q D`, `k E`, `-T beta k D`; `[slots, H, BV, C]`: `T beta v`.
 
     And `[slots, H, C, C]`, the scores; `[slots, H, BK]`, the decay of the whole chunk. Where there is no token, zeros.
+    For gradients, `[slots, H, C, C]` each: the triangular matrix without beta, and the inverse T.
     A product of decays between two tokens is the power of a sum of logarithms at most 0: nothing can overflow. Such
     products, BS channels at a time, have their channels first: one thread then adds up all channels of its pairs.
     """
     h, slot = tl.program_id(0) % H, tl.program_id(0) // H
-    n = _document_of(cu_seqlens, slot, T, N, C, PACKED)
-    first, tokens, begin = _document(cu_seqlens, n, T, C, PACKED)
+    n = document_of(cu_seqlens, slot, T, N, C, PACKED)
+    first, tokens, begin = document(cu_seqlens, n, T, C, PACKED)
     done = ((slot - begin) * C).to(tl.int32)
     if done >= tokens:
         return
     first += done
     row = tl.arange(0, C)
     there = row < tokens - done
-    q, k = _of_tokens(q, h, first, row, q_stride, K), _of_tokens(k, h, first, row, k_stride, K)
-    v, gate = _of_tokens(v, h, first, row, v_stride, V), _of_tokens(gate, h, first, row, gate_stride, K)
-    beta = _of_tokens(beta, h, first, row, beta_stride, 1)
+    q, k = of_tokens(q, h, first, row, q_stride, K), of_tokens(k, h, first, row, k_stride, K)
+    v, gate = of_tokens(v, h, first, row, v_stride, V), of_tokens(gate, h, first, row, gate_stride, K)
+    beta = of_tokens(beta, h, first, row, beta_stride, 1)
     rate = tl.load(A_log + h).to(tl.float32)
     strength = tl.sigmoid(tl.load(beta, there, other=0.0).to(tl.float32))
     place = slot.to(tl.int64) * H + h
@@ -160,11 +163,17 @@ def prepare(
     scores = tl.where(row[:, None] >= row[None, :], scores, 0.0)
     tl.store(to_scores + place * C * C + row[:, None] * C + row[None, :], scores.to(to_scores.dtype.element_ty))
 
-    ties = tl.where(row[:, None] > row[None, :], ties * strength[:, None], 0.0)
+    ties = tl.where(row[:, None] > row[None, :], ties, 0.0)
+    square = place * C * C + row[:, None] * C + row[None, :]
+    if to_ties is not None:
+        tl.store(to_ties + square, ties)
+    ties *= strength[:, None]
     solved = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
     for j in range(C - 1):  # row j is done: take it from those below
         below = tl.sum(tl.where(row[None, :] == j, ties, 0.0), 1)
         solved -= below[:, None] * tl.sum(tl.where(row[:, None] == j, solved, 0.0), 0)[None, :]
+    if to_solved is not None:
+        tl.store(to_solved + square, solved)
     solved *= strength[None, :]
 
     value = tl.arange(0, BV)
@@ -189,6 +198,8 @@ def recur(
     state,
     cu_seqlens,
     o,
+    to_states,
+    to_writes,
     T,
     H,
     K: tl.constexpr,
@@ -202,11 +213,12 @@ def recur(
 ):
     """One document of one head: PART of its values through all chunks. `state` is read, and then written.
 
-    Tiles have values first, so that what one product gives is the next one's factor where it lies.
+    Tiles have values first, so that what one product gives is the next one's factor where it lies. For gradients,
+    the state before every chunk `[slots, H, BV, BK]` and what it writes `[slots, H, BV, C]`, in place of `o`.
     """
     parts: tl.constexpr = (V + PART - 1) // PART
     part, h, n = tl.program_id(0) % parts, tl.program_id(0) // parts % H, tl.program_id(0) // parts // H
-    first, tokens, slot = _document(cu_seqlens, n, T, C, PACKED)
+    first, tokens, slot = document(cu_seqlens, n, T, C, PACKED)
     row, key, value = tl.arange(0, C), tl.arange(0, BK), part * PART + tl.arange(0, PART)
     state += ((n.to(tl.int64) * H + h) * V + value[:, None]) * K + key[None, :]
     inside = (value < V)[:, None] & (key < K)[None, :]
@@ -219,21 +231,31 @@ def recur(
     u += place * BV * C + value[:, None] * C + row[None, :]
     scores += place * C * C + row[:, None] * C + row[None, :]
     decay += place * BK + key
-    o += ((first + row[:, None]) * H + h) * V + value[None, :]
+    if o is not None:
+        o += ((first + row[:, None]) * H + h) * V + value[None, :]
+    else:
+        to_states += place * BV * BK + value[:, None] * BK + key[None, :]
+        to_writes += place * BV * C + value[:, None] * C + row[None, :]
     for start in tl.range(0, tokens, C, num_stages=STAGES):
         before = S.to(q.dtype.element_ty)
         writes = tl.dot(before, tl.trans(tl.load(w)), tl.load(u).to(tl.float32), input_precision="ieee")  # [PART, C]
-        out = tl.dot(before, tl.trans(tl.load(q)), input_precision="ieee")
         writes = writes.to(q.dtype.element_ty)
-        out = tl.dot(writes, tl.trans(tl.load(scores)), out, input_precision="ieee")
         S = tl.dot(writes, tl.load(k), S * tl.load(decay)[None, :], input_precision="ieee")
-        there = (start + row < tokens)[:, None] & (value < V)[None, :]
-        tl.store(o, tl.trans(out).to(o.dtype.element_ty), there)
+        if o is not None:
+            out = tl.dot(before, tl.trans(tl.load(q)), input_precision="ieee")
+            out = tl.dot(writes, tl.trans(tl.load(scores)), out, input_precision="ieee")
+            there = (start + row < tokens)[:, None] & (value < V)[None, :]
+            tl.store(o, tl.trans(out).to(o.dtype.element_ty), there)
+            o += C * H * V
+        else:
+            tl.store(to_states, before)
+            tl.store(to_writes, writes)
+            to_states += H * BV * BK
+            to_writes += H * BV * C
         q += H * C * BK
         k += H * C * BK
         w += H * C * BK
         u += H * BV * C
         scores += H * C * C
         decay += H * BK
-        o += C * H * V
     tl.store(state, S, inside)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .ops_kda import leaves_out_kernels
-from .ops_triton import DTYPES, ceil, device_of, early, power, unfit, why_not
+from .ops_launch import DTYPES, ceil, device_of, early, power, unfit, why_not
 
 
 MOST_CANDIDATES = 16  # which the kernels name one by one

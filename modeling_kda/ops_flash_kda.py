@@ -9,9 +9,9 @@ import sys
 import torch
 from torch import Tensor
 
+from .ops_launch import device_of
 from .ops_operator import operator
 from .ops_reference import KdaCall
-from .ops_triton import device_of
 
 
 NAME = "flash_kda"

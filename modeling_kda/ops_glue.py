@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops_launch import ceil, device_of, power, rows_of, unfit
 from .ops_mixer import MixerCall
 from .ops_operator import operator
-from .ops_triton import ceil, device_of, power, rows_of, unfit
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .ops_kda import allowed, leaves_out_kernels
-from .ops_triton import NAME, ceil, device_of, early, unfit, why_not
+from .ops_launch import NAME, ceil, device_of, early, unfit, why_not
 
 
 MANY = 2048  # rows. Copying the matrices takes a fifth of the time of multiplying them, computed for an H200.

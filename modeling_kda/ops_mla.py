@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .ops_kda import allowed
+from .ops_launch import NAME, ceil, device_of, early, power, rows_of, unfit, why_not
 from .ops_operator import operator
-from .ops_triton import NAME, ceil, device_of, early, power, rows_of, unfit, why_not
 
 
 MOST_TOKENS = 16

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .ops_launch import DTYPES, NAME, ceil, device_of, early, power, unfit, why_not
 from .ops_operator import operator
-from .ops_triton import DTYPES, NAME, ceil, device_of, early, power, unfit, why_not
 from .weights_mxfp4 import BLOCK
 
 

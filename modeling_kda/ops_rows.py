@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .ops_kda import leaves_out_kernels
+from .ops_launch import DTYPES, ceil, device_of, power, rows_of, unfit, why_not
 from .ops_operator import operator
-from .ops_triton import DTYPES, ceil, device_of, power, rows_of, unfit, why_not
 
 
 MOST_WIDTH = 16384  # of a norm: whole rows lie in registers.

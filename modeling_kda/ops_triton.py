@@ -1,15 +1,9 @@
-"""Our own Triton kernels as a backend, on a GPU and without gradients: a few tokens with the whole of a layer between
-its projections at once, and many tokens in chunks.
-
-Runs under Triton's interpreter too (`TRITON_INTERPRET=1`, set before anything imports triton), on the CPU and slowly:
-that is how it is tested where there is no GPU.
+"""Our own Triton kernels as a backend, on a GPU: a few tokens with the whole of a layer between its projections at
+once, and many tokens in chunks, with gradients.
 
 Legend: B batch, T tokens, H heads, K key width, V value width, W taps, N documents, D = 2HK + HV.
 """
 
-import contextlib
-import functools
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,101 +11,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops_chunk import chunk, chunk_with_gradients
+from .ops_launch import DTYPES, NAME, device_of, early, power, rows_of, unfit, why_not
 from .ops_mixer import MixerCall, Moved
-from .ops_operator import operator, transformed
+from .ops_operator import operator
 from .ops_reference import UNIT_EPS, KdaCall, writable
 
 
-NAME = "triton"
-
-# Where kernels run. Triton asks for its interpreter once, too: when it is imported.
-DEVICES = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 MOST_TOKENS = 16  # of a step, which keeps the state of one head in one program's registers. Beyond, chunks are faster.
 MOST_WIDTH = 128
-CHUNK = 16  # tokens
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@torch.compiler.assume_constant_result
-def why_not() -> str | None:
-    """Why this backend cannot run here, or None."""
-    if "cpu" not in DEVICES and not torch.cuda.is_available():
-        return "there is no CUDA device"
-    try:
-        from .kernels_kda import step  # noqa: F401
-    except ImportError:
-        return "triton is not installed (`pip install triton`)"
-    except Exception as error:  # whatever a broken installation raises, the model runs without it
-        return f"triton cannot be imported ({type(error).__name__}: {error})"
-    return None
-
-
-def unfit(x: Tensor) -> str | None:
-    """Why no kernel can run on `x`, whatever the kernel, or None."""
-    if x.device.type not in DEVICES:  # what is asked most, first
-        return f"tensors on {x.device.type!r}"
-    if transformed():
-        return "torch.func, or forward-mode differentiation"
-    return _unfit_device(x.device) if x.is_cuda else None
-
-
-@torch.compiler.assume_constant_result
-def _unfit_device(device: torch.device) -> str | None:
-    if torch.version.hip is not None:
-        return "a GPU that is not NVIDIA's"
-    return "a GPU from before Ampere" if _capability(device) < (8, 0) else None
-
-
-_capability = functools.cache(torch.cuda.get_device_capability)
-
-
-def early(x: Tensor) -> dict[str, bool]:
-    """Arguments of a launch on the device of `x`: in a CUDA graph, from Hopper on, it may begin early."""
-    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    begins = captured and _capability(x.device)[0] >= 9
-    return {"EARLY": True, "launch_pdl": True} if begins else {"EARLY": False}
 
 
 def refuses(call: KdaCall) -> str | None:
     """Why this backend cannot run `call`, or None."""
-    T = call.q.shape[1]
-    tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias, call.state)
-    if T > MOST_TOKENS and call.writes is not None:
-        return f"of more than {MOST_TOKENS} tokens it does not say what is written"
-    return _refuses(tensors, min(T, MOST_TOKENS), call.q.shape[-1], call.v.shape[-1])
+    if call.writes is not None and (call.q.shape[1] > MOST_TOKENS or learns(call)):
+        return f"of more than {MOST_TOKENS} tokens, or with gradients, it does not say what is written"
+    return _refuses((call.q, call.k, call.v), call.q.shape[-1], call.v.shape[-1])
 
 
 def refuses_mixer(call: MixerCall) -> str | None:
     """Why this backend cannot run `call` in one kernel, or None."""
-    tensors = (call.q, call.k, call.v, *call.taps, call.window, call.gate, call.beta, call.A_log, call.dt_bias)
-    tensors += (call.state, call.out_gate, call.norm)
-    return _refuses(tensors, call.q.shape[1], call.gate.shape[-1], call.out_gate.shape[-1])
-
-
-def _refuses(tensors: Sequence[Tensor | None], tokens: int, key: int, value: int) -> str | None:
-    if (reason := unfit(tensors[0])) is not None:
-        return reason
-    dtypes = sorted({str(x.dtype) for x in tensors[:3]})  # of q, k and v, which the kernel reads as one
-    if tensors[0].dtype not in DTYPES or len(dtypes) > 1:
-        return f"dtype {', '.join(dtypes)}"
-    if tokens > MOST_TOKENS:
+    if call.q.shape[1] > MOST_TOKENS:
         return f"more than {MOST_TOKENS} tokens"
+    tensors = (call.q, call.k, call.v, *call.taps, call.window, call.gate, call.beta, call.A_log, call.dt_bias)
+    if _wanted(*tensors, call.state, call.out_gate, call.norm):
+        return "gradients"
+    return _refuses(tensors[:3], call.gate.shape[-1], call.out_gate.shape[-1])
+
+
+def learns(call: KdaCall) -> bool:
+    """Whether there will be gradients."""
+    return _wanted(call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias, call.state)
+
+
+def _wanted(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _refuses(streams: tuple[Tensor, Tensor, Tensor], key: int, value: int) -> str | None:
+    if (reason := unfit(streams[0])) is not None:
+        return reason
+    dtypes = sorted({str(x.dtype) for x in streams})  # which the kernel reads as one
+    if streams[0].dtype not in DTYPES or len(dtypes) > 1:
+        return f"dtype {', '.join(dtypes)}"
     if max(key, value) > MOST_WIDTH:
         return f"heads wider than {MOST_WIDTH}"
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return "gradients"
     return None
 
 
 def run(call: KdaCall) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention on `call`; see `KdaCall` for shapes."""
+    tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias)
+    if learns(call):
+        return chunk_with_gradients(*tensors, call.lower_bound or 0.0, call.state, call.cu_seqlens)
     state = _own(call.state, call.overwrite_state, torch.float32)
     if state is None:
         state = call.initial_state(torch.float32)
     o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
     if call.q.shape[1] > MOST_TOKENS:
-        tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias)
-        _chunk(*tensors, call.lower_bound or 0.0, state, call.cu_seqlens, o)
+        chunk(*tensors, call.lower_bound or 0.0, state, call.cu_seqlens, o)
         return o, state
     writes = None if call.writes is None else torch.empty_like(o, dtype=torch.float32)
     _step(
@@ -281,80 +239,6 @@ def _(*args: Any) -> None:
     pass
 
 
-@operator("chunk", mutates_args=("state", "o"))
-def _chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    beta: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    bound: float,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    o: Tensor,
-) -> None:
-    """See `kernels_chunk`: two launches."""
-    from .kernels_chunk import prepare, recur
-
-    (B, T), (N, H, V, K) = q.shape[:2], state.shape
-    if not (B and T and N and H and K and V):
-        return
-    slots = B * ceil(T, CHUNK) if cu_seqlens is None else T // CHUNK + N
-    BK, BV, part = max(16, power(K)), max(16, power(V)), min(32, max(16, power(V)))
-    widths = dict(K=K, V=V, C=CHUNK, BK=BK, BV=BV, PACKED=cu_seqlens is not None)
-    to_q, to_k, to_w = (v.new_empty(slots, H, CHUNK, BK) for _ in range(3))
-    to_u, to_scores = v.new_empty(slots, H, BV, CHUNK), v.new_empty(slots, H, CHUNK, CHUNK)
-    to_decay = v.new_empty(slots, H, BK, dtype=torch.float32)
-    prepared = (to_q, to_k, to_w, to_u, to_scores, to_decay)
-    rows = [*(rows_of(x.flatten(2)) for x in (q, k, v, gate)), rows_of(beta)]
-    with device_of(q):
-        prepare[(slots * H,)](
-            *(y for x in rows for y in (x, x.stride(0))),
-            A_log.contiguous(),
-            dt_bias.contiguous(),
-            cu_seqlens,
-            *prepared,
-            T,
-            H,
-            N,
-            **widths,
-            BS=8,
-            BOUND=bound,
-            UNIT_EPS=UNIT_EPS,
-            PRECISION="ieee" if v.dtype == torch.float32 else "tf32",
-            num_warps=1,
-        )
-        recur[(ceil(V, part) * H * N,)](
-            *prepared, state, cu_seqlens, o, T, H, **widths, PART=part, STAGES=4, num_warps=part // 16
-        )
-
-
-@_chunk.register_fake
-def _(*args: Any) -> None:
-    pass
-
-
-def device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    """A context in which kernels run on the device of `x`."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """`[..., width]` to `[rows, width]`, each row in one piece."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def power(x: int) -> int:
-    """The next power of 2."""
-    return 1 << (x - 1).bit_length()
-
-
-def ceil(x: int, y: int) -> int:
-    """x / y, rounded up."""
-    return -(-x // y)
-
-
 BACKEND = sys.modules[__name__]
+
+__all__ = ["BACKEND", "NAME", "learns", "refuses", "refuses_mixer", "run", "run_mixer", "why_not"]

@@ -89,7 +89,7 @@ def taken(monkeypatch) -> set[str]:
 
     watch("joined", ops_linear._Joined, "apply")
     watch("fla", ops_fla, "run")
-    watch("chunks", ops_triton, "_chunk")
+    watch("chunks", ops_triton, "chunk")
     watch("unpadded", MultiHeadLatentAttention, "_takes_unequal", bool)
     return names
 

@@ -10,7 +10,7 @@ import torch
 from helpers import TOLERANCE, tiny_model, token_ids
 from test_ops_torch import TENSORS, check, make_call, outcome, without_gradients
 
-from modeling_kda import KdaCall, backend_report, kda, ops_kda, ops_reference, ops_torch, ops_triton, use_backend
+from modeling_kda import KdaCall, backend_report, kda, ops_kda, ops_launch, ops_reference, ops_torch, use_backend
 
 
 class Spy:
@@ -191,14 +191,14 @@ def test_use_backend_is_undone_whoever_leaves_first(spy):
 
 def test_kernels_are_for_gpus_of_nvidia_from_ampere_on(monkeypatch):
     x = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True)
-    monkeypatch.setattr(ops_triton, "_capability", lambda device: {1: (7, 5)}.get(device.index, (8, 0)))
-    assert ops_triton.unfit(x) == "a GPU from before Ampere"
+    monkeypatch.setattr(ops_launch, "_capability", lambda device: {1: (7, 5)}.get(device.index, (8, 0)))
+    assert ops_launch.unfit(x) == "a GPU from before Ampere"
     x.device = torch.device("cuda", 0)
-    assert ops_triton.unfit(x) is None
+    assert ops_launch.unfit(x) is None
     with torch.autograd.forward_ad.dual_level():  # which a kernel would lose
-        assert "forward-mode" in ops_triton.unfit(x)
+        assert "forward-mode" in ops_launch.unfit(x)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert ops_triton.unfit(x) == "a GPU that is not NVIDIA's"
+    assert ops_launch.unfit(x) == "a GPU that is not NVIDIA's"
 
 
 @pytest.mark.parametrize(("name", "near"), [("tourch", "torch"), ("refrence", "reference"), ("Auto", "auto")])

@@ -1,0 +1,208 @@
+"""The gradients of ops_chunk.py against those of the recurrence in float64: on a GPU, or by Triton's interpreter."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import DENSE, TOLERANCE, assert_close, tiny_model, token_ids
+from test_ops_chunk import BOUNDS, DEVICE, DOCUMENTS, DTYPES, HARDER, STREAMS, cut, one_head, there
+from test_ops_torch import convert, make_call, outcome
+from torch import Tensor
+
+from modeling_kda import KdaCall, kda, ops_chunk, ops_kda, ops_reference, ops_triton, use_backend
+
+
+ROUNDING = 1e-6  # What comes back is of order one: where that cancels, as for equal keys, its rounding is left.
+
+
+@pytest.fixture(autouse=True)
+def by_triton():
+    with use_backend("triton"):
+        yield
+
+
+@pytest.fixture
+def groups(monkeypatch) -> list[tuple]:
+    """The shapes of q in each group of heads whose gradients are computed."""
+    shapes, gradients = [], ops_chunk._gradients
+
+    def watched(q, *args):
+        shapes.append(tuple(q.shape))
+        return gradients(q, *args)
+
+    monkeypatch.setattr(ops_chunk, "_gradients", watched)
+    return shapes
+
+
+def check(call: KdaCall, relative: float | None = None, run=ops_triton.run) -> dict[str, Tensor]:
+    """Outputs and gradients on the device are those of the recurrence in float64 on the CPU."""
+    relative = relative or TOLERANCE[call.v.dtype]
+    want = outcome(ops_reference.run, convert(call, Tensor.double))
+    got = outcome(run, there(call))
+    for name, x in got.items():
+        assert torch.isfinite(x).all(), name
+        # A sum over all tokens of roundings that do not fall out as the numbers do.
+        slack = 4 if name in ("d A_log", "d dt_bias") else 1
+        assert_close(x.double().cpu(), want[name], ROUNDING, slack * relative, name)
+    return got
+
+
+LENGTHS = [1, 5, 16, 17, 33, 50]
+SHAPES = [(1, 2, 7, 16), (1, 1, 7, 3), (2, 1, 16, 7)]  # B, H, K, V
+CASES = [(T, bound) for T in LENGTHS if T < 20 for bound in BOUNDS] + [(33, None), (50, -5.0)]
+
+
+@pytest.mark.parametrize(
+    ("T", "bound", "shape", "with_state"),
+    [(*case, *rest) for case, *rest in zip(CASES, itertools.cycle(SHAPES), itertools.cycle([True, False]))],
+)
+def test_gradients_are_those_of_the_recurrence(T, bound, shape, with_state):
+    B, H, K, V = shape
+    check(make_call(B, T, H, K, V, bound, with_state))
+
+
+@pytest.mark.parametrize(("K", "V"), [(7, 33), (33, 7), (2, 70), (128, 128), (48, 128), (128, 1)])
+def test_gradients_take_any_width(K, V):
+    check(make_call(1, 18, 1, K, V, bound=-5.0 if K > V else None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_gradients_take_sixteen_bits(bound, dtype):
+    check(make_call(1, 35, 1, 48, 16, bound, dtype=dtype))
+    check(make_call(1, 40, 1, 7, 33, bound, with_state=False, cu_seqlens=[0, 0, 17, 40], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_gradients_go_a_long_way_in_sixteen_bits(dtype):
+    check(make_call(1, 200, 1, 16, 7, dtype=dtype))
+
+
+@pytest.mark.parametrize(("documents", "with_state"), list(zip(DOCUMENTS, itertools.cycle([True, False]))))
+def test_gradients_stay_in_their_document(documents, with_state):
+    borders = DOCUMENTS[documents]
+    check(make_call(1, borders[-1], 1, 7, 5, with_state=with_state, cu_seqlens=borders))
+
+
+@pytest.mark.parametrize("case", HARDER)
+def test_gradients_stay_exact_on_hard_inputs(case):
+    check(one_head(cut(HARDER[case](), slice(36))))
+
+
+@pytest.mark.parametrize("bad", ["q", "v", "gate", "state"])
+def test_gradients_do_not_spread_nan_to_other_documents_and_heads(bad):
+    call = make_call(1, 24, cu_seqlens=[0, 2, 21, 24])
+    x = getattr(call, bad)
+    (x[1, 0] if bad == "state" else x[:, 3, 0]).fill_(torch.nan)
+    got = outcome(ops_triton.run, there(call))
+    for name in STREAMS:
+        grad = got[f"d {name}"]
+        for part in (grad[:, :2], grad[:, 21:], grad[:, :, 1]):
+            assert torch.isfinite(part).all(), name
+    assert torch.isfinite(got["d state"][[0, 2]]).all()
+    assert torch.isfinite(got["d A_log"][1])
+
+
+def test_gradients_of_many_heads_come_group_by_group(groups, monkeypatch):
+    call = make_call(2, 17, 3, 6, 4)
+    want = outcome(ops_triton.run, there(call))
+    monkeypatch.setattr(ops_chunk, "ROOM", 2 * (2 * 2 * 2) * 16 * 16 * 4)  # of two heads
+    got = outcome(ops_triton.run, there(call))
+    assert groups == [(2, 17, 3, 6), (2, 17, 2, 6), (2, 17, 1, 6)]
+    for name, x in want.items():
+        assert torch.equal(got[name], x), name
+
+
+@pytest.mark.parametrize("wanted", [*STREAMS, "A_log", "dt_bias", "state"])
+def test_gradient_of_one_tensor_alone(wanted):
+    call = there(make_call(1, 18, 1))
+    x = getattr(call, wanted).requires_grad_()
+    o, state = ops_triton.run(call)
+    (o.sum() + state.sum()).backward()
+    exact = convert(call, lambda y: y.detach().double())
+    y = getattr(exact, wanted).requires_grad_()
+    o, state = ops_reference.run(exact)
+    (o.sum() + state.sum()).backward()
+    assert_close(x.grad.double(), y.grad, absolute=0, relative=TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_gradients_through_one_output_alone(output):
+    grads = []
+    for run, change in ((ops_triton.run, lambda x: x), (ops_reference.run, Tensor.double)):
+        call = convert(there(make_call(1, 18, 1)), lambda x, change=change: change(x.detach()).requires_grad_())
+        run(call)[output].square().sum().backward()
+        grads.append([getattr(call, name).grad for name in (*STREAMS, "state")])
+    for got, want in zip(*grads):
+        if got is None or want is None:  # of q, which the state does not know
+            assert not (got is not None and got.any())
+            continue
+        assert_close(got.double(), want, absolute=1e-12, relative=TOLERANCE[torch.float32])
+
+
+def test_gradients_read_slices_of_one_projection():
+    call = make_call(2, 18, 2, 12, 20)
+    parts = [getattr(call, name).flatten(2) for name in STREAMS]
+    joined = torch.cat([torch.full((2, 18, 1), torch.nan), *parts, torch.full((2, 18, 2), torch.nan)], -1)
+    joined = joined.to(DEVICE).requires_grad_()
+    cuts = joined.split([1, *(x.shape[-1] for x in parts), 2], -1)[1:-1]
+    sliced = {name: x if name == "beta" else x.unflatten(-1, (2, -1)) for name, x in zip(STREAMS, cuts)}
+    o, _ = ops_triton.run(replace(there(call), **sliced))
+    o.square().sum().backward()
+    whole = convert(there(call), lambda x: x.detach().requires_grad_())
+    ops_triton.run(whole)[0].square().sum().backward()
+    want = torch.cat([getattr(whole, name).grad.flatten(2) for name in STREAMS], -1)
+    assert torch.equal(joined.grad[..., 1:-2], want)
+    assert not joined.grad[..., [0, -2, -1]].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 20, 2), (2, 0, 2)])
+def test_gradients_of_nothing(shape):
+    B, T, H = shape
+    got = outcome(ops_triton.run, there(make_call(B, T, H)))
+    assert all(not got[f"d {name}"].any() for name in (*STREAMS, "A_log", "dt_bias"))
+    assert got["d q"].shape == (B, T, H, 7)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 1, 17]])
+def test_operators_are_what_they_say(cu_seqlens):
+    call = there(make_call(1, 17, 1, cu_seqlens=cu_seqlens))
+    inputs = [getattr(call, name) for name in (*STREAMS, "A_log", "dt_bias")]
+    inputs = (*(x.requires_grad_() for x in inputs), 0.0, call.state.requires_grad_(), call.cu_seqlens)
+    torch.library.opcheck(ops_chunk.chunk_with_gradients.op, inputs)
+    o, state = ops_triton.run(call)
+    fixed = (*(x.detach() if isinstance(x, Tensor) else x for x in inputs), o.detach(), state.detach())
+    torch.library.opcheck(ops_chunk._chunk_backward.op, fixed)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_kda_compiles_with_gradients(bound):
+    call = make_call(1, 40, 1, bound=bound, cu_seqlens=[0, 7, 40])
+    check(call, run=torch.compile(kda, fullgraph=True, backend="aot_eager"))
+
+
+def test_model_learns_by_chunks_as_in_float64(groups):
+    model = tiny_model(**DENSE).to(DEVICE)
+    ids = token_ids(18).to(DEVICE)
+    grads = []
+    for backend, exact in (("triton", model), ("reference", None)):
+        with use_backend(backend):
+            if exact is None:
+                model.zero_grad()
+                model = model.double()
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            grads.append({name: x.grad.double() for name, x in model.named_parameters()})
+    assert len(groups) == sum(kind == "linear_attention" for kind in model.config.layer_types)
+    for name, want in grads[1].items():
+        assert_close(grads[0][name], want, absolute=1e-7, relative=1e-4, name=name)
+
+
+def test_gradients_are_taken_by_name_only():
+    call = there(make_call(1, 20))
+    call = replace(call, q=call.q.requires_grad_())
+    assert ops_kda._backend_for(call) is ops_triton
+    with use_backend("auto"):
+        assert ops_kda._backend_for(call) is not ops_triton
+        with torch.no_grad():
+            assert ops_kda._backend_for(call) is ops_triton
