@@ -284,6 +284,10 @@ def test_tables_of_a_gpu_are_the_numbers_of_the_last_lines():
             {"tokens": 8192, "bound": -5.0, "floor": 0.04, "ms": {"triton": 0.4, "flash_kda": 0.25}},
         ],
         "errors": [{"inputs": "slow", "bound": None, "errors": {"triton": [3e-3, 2e-3], "fla": [4e-3, 2e-3]}}],
+        "learning": [
+            {"inputs": "slow", "bound": None, "rows": 2, "tokens": 4096, "ms": {"triton": 1.61, "fla": 2.0},
+             "errors": {"triton": [5e-3, 4e-3], "fla": [6e-3, 4e-3]}},
+        ],
         "layers": [
             {"layer": "hybrid", "forward": [{"tokens": 8192, "ms": 1.23}], "launches": 9, "training": 5.5,
              "training_launches": 80},
@@ -317,6 +321,10 @@ def test_tables_of_a_gpu_are_the_numbers_of_the_last_lines():
         | error: largest, of the norm | triton | fla | flash_kda |
         | --- | --- | --- | --- |
         | slow, softplus gate | 3e-03, 2e-03 | 4e-03, 2e-03 | - |
+
+        | with gradients: ms (error: largest, of the norm) | triton | fla | flash_kda |
+        | --- | --- | --- | --- |
+        | slow, softplus gate | 1.61 (5e-03, 4e-03) | 2 (6e-03, 4e-03) | - |
 
         | a KDA layer | 8,192 tokens, ms | kernels | with gradients, ms | kernels |
         | --- | --- | --- | --- | --- |

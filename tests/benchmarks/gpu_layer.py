@@ -4,7 +4,8 @@
 
 Milliseconds, medians, in bfloat16: 16 heads of 128, hidden size 2048. The floor is what goes in and out once, at the
 speed of a copy that is measured here. Errors are those of outputs and states against the recurrence in float64 on the
-same inputs: the largest relative to the largest number, and the norm of all relative to the norm. "random" inputs
+same inputs, of tensors and gradients: the largest relative to the largest number, and the norm of all relative to the
+norm, each of the tensor where it is worst. "random" inputs
 forget at once; of "slow" ones half of the channels forget a thousandth a token, as those of trained models do;
 "repeated" are one key again and again, all of it written and nearly nothing forgotten.
 """
@@ -30,14 +31,14 @@ INPUTS, BOUNDS = ("random", "slow", "repeated"), (None, -5.0)
 LAYERS = ("hybrid", "transformers hybrid", "fla KDA")  # as `gpu_model` builds them
 
 
-def inputs(kind: str, tokens: int, bound: float | None) -> KdaCall:
+def inputs(kind: str, tokens: int, bound: float | None, rows: int = 1) -> KdaCall:
     noise = torch.Generator(DEVICE).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=noise, device=DEVICE)
 
-    q, k, v, gate = (random(1, tokens, HEADS, WIDTH).bfloat16() for _ in range(4))
-    beta, bias = random(1, tokens, HEADS), random(HEADS * WIDTH)
+    q, k, v, gate = (random(rows, tokens, HEADS, WIDTH).bfloat16() for _ in range(4))
+    beta, bias = random(rows, tokens, HEADS), random(HEADS * WIDTH)
     if kind == "slow":
         bias = torch.where(bias > 0, -7.0, bias)
     elif kind == "repeated":
@@ -51,16 +52,41 @@ def backends(call: KdaCall) -> dict[str, Callable[[], Any]]:
     return {x.NAME: lambda x=x: x.run(call) for x in able}
 
 
+def worst(got: list[Tensor], want: list[Tensor]) -> tuple[float, float]:
+    """The largest error, and that of the norms."""
+    pairs = [(x.double() - y, y) for x, y in zip(got, want, strict=True)]
+    largest = max((off.abs().max() / y.abs().max()).item() for off, y in pairs)
+    return largest, max((off.norm() / y.norm()).item() for off, y in pairs)
+
+
 def errors(kind: str, bound: float | None, tokens: int) -> dict[str, tuple[float, float]]:
-    """Of each backend: the largest error and that of the norms."""
-    call, found = inputs(kind, tokens, bound), {}
-    exact = {name: x.double() for name, x in vars(call).items() if isinstance(x, Tensor)}
-    want = ops_reference.run(KdaCall(**{**vars(call), **exact}))
-    for name, run in backends(call).items():
-        pairs = [(got.double() - x, x) for got, x in zip(run(), want)]
-        largest = max((off.abs().max() / x.abs().max()).item() for off, x in pairs)
-        found[name] = (largest, max((off.norm() / x.norm()).item() for off, x in pairs))
-    return found
+    """Of each backend."""
+    call = inputs(kind, tokens, bound)
+    want = ops_reference.run(changed(call, Tensor.double))
+    return {name: worst(run(), want) for name, run in backends(call).items()}
+
+
+def changed(call: KdaCall, change: Callable[[Tensor], Tensor]) -> KdaCall:
+    return KdaCall(**{name: change(x) if isinstance(x, Tensor) else x for name, x in vars(call).items()})
+
+
+def learn(call: KdaCall, run: Callable[[], Any]) -> list[Tensor]:
+    """Output, state and gradients."""
+    tensors = [x for x in vars(call).values() if isinstance(x, Tensor)]
+    o, state = run()
+    return [o, state, *torch.autograd.grad(o, tensors, torch.ones_like(o).cumsum(1).sin())]
+
+
+@torch.enable_grad()
+def learning(kind: str, bound: float | None, rows: int, tokens: int, checked: int) -> dict[str, Any]:
+    """Forward and backward, and errors of a shorter call."""
+    short, long = (inputs(kind, n, bound, r) for n, r in ((checked, 1), (tokens, rows)))
+    short, long = (changed(call, Tensor.requires_grad_) for call in (short, long))
+    exact = changed(short, lambda x: x.detach().double().requires_grad_())
+    want = learn(exact, lambda: ops_reference.run(exact))
+    off = {name: worst(learn(short, run), want) for name, run in backends(short).items()}
+    times = {name: 1e3 * median(lambda run=run: learn(long, run)) for name, run in backends(long).items()}
+    return {"inputs": kind, "bound": bound, "rows": rows, "tokens": tokens, "ms": times, "errors": off}
 
 
 def operation(tokens: int, bound: float | None, speed: float) -> dict[str, Any]:
@@ -104,17 +130,19 @@ def launches(call: Callable[[], Any]) -> int:
 
 
 @torch.no_grad()
-def operations(tokens: list[int], checked: int) -> dict[str, Any]:
+def operations(tokens: list[int], rows: int, length: int, checked: int) -> dict[str, Any]:
     speed = bandwidth()
     times = [operation(n, bound, speed) for n in tokens for bound in BOUNDS]
     found = [
         {"inputs": kind, "bound": bound, "errors": errors(kind, bound, checked)} for kind in INPUTS for bound in BOUNDS
     ]
-    return {"operations": times, "errors": found, "bandwidth": speed}
+    learnt = [learning(kind, bound, rows, length, checked) for kind in INPUTS for bound in BOUNDS]
+    return {"operations": times, "errors": found, "learning": learnt, "bandwidth": speed}
 
 
 def tables(results: dict[str, Any]) -> list[str]:
-    names = list(dict.fromkeys(name for x in results["operations"] for name in x["ms"]))
+    everything = [*results["operations"], *results["learning"]]
+    names = list(dict.fromkeys(name for x in everything for name in x["ms"]))
     gates = {None: "softplus gate", -5.0: "bounded gate"}
     times = [
         [f"{x['tokens']:,}, {gates[x['bound']]}", x["floor"], *(x["ms"].get(name) for name in names)]
@@ -124,6 +152,9 @@ def tables(results: dict[str, Any]) -> list[str]:
         [f"{x['inputs']}, {gates[x['bound']]}", *(_pair(x["errors"].get(name)) for name in names)]
         for x in results["errors"]
     ]
+    learnt = [
+        [f"{x['inputs']}, {gates[x['bound']]}", *(_timed(x, name) for name in names)] for x in results["learning"]
+    ]
     layers = [
         [x["layer"], *(y["ms"] for y in x["forward"]), x["launches"], x["training"], x["training_launches"]]
         for x in results["layers"]
@@ -132,8 +163,13 @@ def tables(results: dict[str, Any]) -> list[str]:
     return [
         table(["operation, ms", "floor", *names], times),
         table(["error: largest, of the norm", *names], off),
+        table(["with gradients: ms (error: largest, of the norm)", *names], learnt),
         table(["a KDA layer", *forward, "kernels", "with gradients, ms", "kernels"], layers),
     ]
+
+
+def _timed(result: dict[str, Any], name: str) -> str | None:
+    return f"{result['ms'][name]:.3g} ({_pair(result['errors'][name])})" if name in result["ms"] else None
 
 
 def _pair(numbers: tuple[float, float] | None) -> str | None:
@@ -145,8 +181,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short inputs: tries the script")
     quick = parser.parse_args().quick
     tokens = [1024] if quick else list(TOKENS)
-    results = operations(tokens, 128 if quick else CHECKED)
     rows, length = (1, 1024) if quick else TRAINING
+    results = operations(tokens, rows, length, 128 if quick else CHECKED)
     results["layers"] = [layer(name, tokens, rows, length) for name in LAYERS]
     report(tables(results), results)
 
