@@ -88,7 +88,7 @@ def _where_products_are(x, key, inside, one, PRECISION: tl.constexpr):
     """Channels of tokens `[BK, C]` in float32, as a product with `one` leaves them: the tokens of a channel lie in few
     threads of one warp, which then add them up among themselves."""
     x = tl.load(x[None, :] + key[:, None], inside, other=0.0)
-    return tl.dot(x, one.to(x.dtype), input_precision=PRECISION)
+    return tl.dot(x, one.to(x.dtype), input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
 
 
 @triton.jit(do_not_specialize=["T", "N"])  # which are others for every batch
