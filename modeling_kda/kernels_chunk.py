@@ -56,6 +56,13 @@ def of_tokens(x, h, first, row, stride, W):
 
 
 @triton.jit
+def log2_decay(gate, bias, rate, there, BOUND: tl.constexpr):
+    """`log_decay` to base 2, from -150 on: that power is 0 already, and more would cost the sums their digits."""
+    g = tl.where(there, log_decay(gate, bias, rate, BOUND) * 1.4426950408889634, 0.0)
+    return tl.where(g < -150.0, -150.0, g)
+
+
+@triton.jit
 def _unit(x, there, K: tl.constexpr, BK: tl.constexpr, UNIT_EPS: tl.constexpr):
     """What a token's vector is to be multiplied with to have length 1."""
     key = tl.arange(0, BK)
@@ -102,7 +109,7 @@ def prepare(
 ):
     """One chunk of one head, to `[slots, H, C, BK]`: `q D`, `k E`, `-T beta k D`; `[slots, H, BV, C]`: `T beta v`.
 
-    And `[slots, H, C, C]`, the scores; `[slots, H, BK]`, the decay of the whole chunk. Where there is no token, zeros.
+    And `[slots, H, C, C]`, the scores; `[slots, H, BK]`, the decay of the whole chunk. Behind its last token, zeros.
     For gradients, `[slots, H, C, C]` each: the triangular matrix without beta, and the inverse T.
     A product of decays between two tokens is the power of a sum of logarithms at most 0: nothing can overflow. Such
     products, BS channels at a time, have their channels first: one thread then adds up all channels of its pairs.
@@ -132,9 +139,8 @@ def prepare(
         key = start + tl.arange(0, BS)
         mask = (key < K)[:, None] & there[None, :]
         bias = tl.load(dt_bias + h * K + key, key < K, other=0.0).to(tl.float32)[:, None]
-        g = log_decay(tl.load(gate[None, :] + key[:, None], mask, other=0.0).to(tl.float32), bias, rate, BOUND)
-        g = tl.where(mask, g * 1.4426950408889634, 0.0)  # base 2
-        g = tl.where(g < -150.0, -150.0, g)  # whose power is 0 already; more would cost the sums their digits
+        g = tl.load(gate[None, :] + key[:, None], mask, other=0.0).to(tl.float32)
+        g = log2_decay(g, bias, rate, mask, BOUND)
         qs = tl.load(q[None, :] + key[:, None], mask, other=0.0).to(tl.float32) * q_unit[None, :]
         ks = tl.load(k[None, :] + key[:, None], mask, other=0.0).to(tl.float32) * k_unit[None, :]
         if PRECISION == "ieee":
@@ -160,11 +166,11 @@ def prepare(
         tl.store(to_w + to, (ks * since_begin).to(to_w.dtype.element_ty))
         tl.store(to_k + to, (ks * tl.exp2(to_end)).to(to_k.dtype.element_ty))
         tl.store(to_decay + place * BK + key, tl.exp2(whole))
+    square = place * C * C + row[:, None] * C + row[None, :]
     scores = tl.where(row[:, None] >= row[None, :], scores, 0.0)
-    tl.store(to_scores + place * C * C + row[:, None] * C + row[None, :], scores.to(to_scores.dtype.element_ty))
+    tl.store(to_scores + square, scores.to(to_scores.dtype.element_ty))
 
     ties = tl.where(row[:, None] > row[None, :], ties, 0.0)
-    square = place * C * C + row[:, None] * C + row[None, :]
     if to_ties is not None:
         tl.store(to_ties + square, ties)
     ties *= strength[:, None]

@@ -3,14 +3,15 @@
 After `prepare` and `recur` have computed again what they did, with the state before every chunk, `recur_backward`
 carries the state's gradient back, chunk after chunk, and then `prepare_backward` turns all chunks at once.
 
-Legend: T tokens a row, H heads, K key width, V value width, C tokens a chunk, N documents, BK, BV padded widths.
+Legend: T tokens a row, H heads, K key width, V value width, C tokens a chunk, N documents, BK, BV padded widths,
+HEADS those of a row, of which H take part. `d_x` is the gradient of x, `to_x` where x goes.
 """
 
 try:  # in a `try`, so that a reader of exported model code does not need triton; who imports this file does
     import triton
     import triton.language as tl
 
-    from .kernels_chunk import document, document_of, of_tokens
+    from .kernels_chunk import document, document_of, log2_decay, of_tokens
     from .kernels_kda import log_decay
 except ImportError:
     raise
@@ -23,13 +24,14 @@ def recur_backward(
     w,
     scores,
     decay,
-    to_o,
-    to_state,
+    d_o,
+    d_state,
     cu_seqlens,
-    to_after,
-    to_writes,
+    to_d_after,
+    to_d_writes,
     T,
     H,
+    HEADS,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -41,16 +43,16 @@ def recur_backward(
 ):
     """One document of one head: the gradients of PART of its values, from its last chunk to its first.
 
-    `to_state` is that of the state afterwards, and then that of the state before. Of every chunk, that of the state
-    after it goes to `to_after` `[slots, H, BV, BK]`, that of what it writes to `to_writes` `[slots, H, BV, C]`.
+    `d_state` is that of the state afterwards, and then that of the state before. Of every chunk, that of the state
+    after it goes to `to_d_after` `[slots, H, BV, BK]`, that of what it writes to `to_d_writes` `[slots, H, BV, C]`.
     """
     parts: tl.constexpr = (V + PART - 1) // PART
     part, h, n = tl.program_id(0) % parts, tl.program_id(0) // parts % H, tl.program_id(0) // parts // H
     first, tokens, slot = document(cu_seqlens, n, T, C, PACKED)
     row, key, value = tl.arange(0, C), tl.arange(0, BK), part * PART + tl.arange(0, PART)
-    to_state += ((n.to(tl.int64) * H + h) * V + value[:, None]) * K + key[None, :]
+    d_state += ((n.to(tl.int64) * H + h) * V + value[:, None]) * K + key[None, :]
     inside = (value < V)[:, None] & (key < K)[None, :]
-    S = tl.load(to_state, inside, other=0.0)
+    d_S = tl.load(d_state, inside, other=0.0)
     last = tl.maximum(tl.cdiv(tokens, C) - 1, 0)
     place = (slot + last) * H + h
     tile = place * C * BK + row[:, None] * BK + key[None, :]
@@ -59,36 +61,39 @@ def recur_backward(
     w += tile
     scores += place * C * C + row[:, None] * C + row[None, :]
     decay += place * BK + key
-    to_after += place * BV * BK + value[:, None] * BK + key[None, :]
-    to_writes += place * BV * C + value[:, None] * C + row[None, :]
-    to_o += ((first + last * C + row[:, None]) * H + h) * V + value[None, :]
+    to_d_after += place * BV * BK + value[:, None] * BK + key[None, :]
+    to_d_writes += place * BV * C + value[:, None] * C + row[None, :]
+    d_o += ((first + last * C + row[:, None]) * HEADS + h) * V + value[None, :]
     for done in tl.range(0, tokens, C, num_stages=STAGES):
         there = (last * C - done + row < tokens)[:, None] & (value < V)[None, :]
-        out = tl.trans(tl.load(to_o, there, other=0.0))  # [PART, C]
-        after = S.to(q.dtype.element_ty)
-        writes = tl.dot(after, tl.trans(tl.load(k)), input_precision="ieee")
-        writes = tl.dot(out, tl.load(scores), writes, input_precision="ieee").to(q.dtype.element_ty)
-        tl.store(to_after, after)
-        tl.store(to_writes, writes)
-        S = tl.dot(out, tl.load(q), S * tl.load(decay)[None, :], input_precision="ieee")
-        S = tl.dot(writes, tl.load(w), S, input_precision="ieee")
+        d_out = tl.trans(tl.load(d_o, there, other=0.0))  # [PART, C]
+        d_after = d_S.to(q.dtype.element_ty)
+        d_writes = tl.dot(d_after, tl.trans(tl.load(k)), input_precision="ieee")
+        d_writes = tl.dot(d_out, tl.load(scores), d_writes, input_precision="ieee").to(q.dtype.element_ty)
+        tl.store(to_d_after, d_after)
+        tl.store(to_d_writes, d_writes)
+        d_S = tl.dot(d_out, tl.load(q), d_S * tl.load(decay)[None, :], input_precision="ieee")
+        d_S = tl.dot(d_writes, tl.load(w), d_S, input_precision="ieee")
         q -= H * C * BK
         k -= H * C * BK
         w -= H * C * BK
         scores -= H * C * C
         decay -= H * BK
-        to_after -= H * BV * BK
-        to_writes -= H * BV * C
-        to_o -= C * H * V
-    tl.store(to_state, S, inside)
+        to_d_after -= H * BV * BK
+        to_d_writes -= H * BV * C
+        d_o -= C * HEADS * V
+    tl.store(d_state, d_S, inside)
 
 
 @triton.jit
 def _where_products_are(x, key, inside, one, PRECISION: tl.constexpr):
     """Channels of tokens `[BK, C]` in float32, as a product with `one` leaves them: the tokens of a channel lie in few
-    threads of one warp, which then add them up among themselves."""
+    threads of one warp, which then add them up among themselves. Infinities become large numbers."""
     x = tl.load(x[None, :] + key[:, None], inside, other=0.0)
-    return tl.dot(x, one.to(x.dtype), input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
+    short: tl.constexpr = x.dtype == tl.bfloat16 or x.dtype == tl.float16
+    dtype: tl.constexpr = x.dtype if short else tl.float32
+    x = tl.minimum(tl.maximum(x.to(tl.float32), -60000.0), 60000.0).to(dtype)
+    return tl.dot(x, one.to(dtype), input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
 
 
 @triton.jit(do_not_specialize=["T", "N"])  # which are others for every batch
@@ -110,18 +115,19 @@ def prepare_backward(
     solved,
     states,
     writes,
-    to_after,
-    to_writes,
-    to_o,
-    dq,
-    dk,
-    dv,
-    d_gate,
-    d_beta,
-    d_rate,
-    d_bias,
+    d_after,
+    d_writes,
+    d_o,
+    to_d_q,
+    to_d_k,
+    to_d_v,
+    to_d_gate,
+    to_d_beta,
+    to_d_rate,
+    to_d_bias,
     T,
     H,
+    HEADS,
     N,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -143,8 +149,8 @@ def prepare_backward(
     place = slot.to(tl.int64) * H + h
     row, key = tl.arange(0, C), tl.arange(0, BK)
     if done >= tokens:
-        tl.store(d_rate + place, 0.0)
-        tl.store(d_bias + place * BK + key, tl.zeros((BK,), tl.float32))
+        tl.store(to_d_rate + place, 0.0)
+        tl.store(to_d_bias + place * BK + key, tl.zeros((BK,), tl.float32))
         return
     first += done
     there = row < tokens - done
@@ -155,32 +161,32 @@ def prepare_backward(
     gate = of_tokens(gate, h, first, row, gate_stride, K)
     strength = tl.load(of_tokens(beta, h, first, row, beta_stride, 1), there, other=0.0).to(tl.float32)
     strength = tl.sigmoid(strength)
-    to_o = of_tokens(to_o, h, first, row, H * V, V)
+    d_o = of_tokens(d_o, h, first, row, HEADS * V, V)
     of_square = place * C * C + row[:, None] * C + row[None, :]
     inverse, tie = tl.load(solved + of_square), tl.load(ties + of_square)
 
     # What came in from other chunks and from the values.
-    q_to, k_to, w_to = tl.zeros((BK, C), tl.float32), tl.zeros((BK, C), tl.float32), tl.zeros((BK, C), tl.float32)
-    score_to, solved_to = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    decay_to = tl.zeros((BK,), tl.float32)
+    d_q, d_k, d_w = tl.zeros((BK, C), tl.float32), tl.zeros((BK, C), tl.float32), tl.zeros((BK, C), tl.float32)
+    d_scores, d_solved = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    d_decay = tl.zeros((BK,), tl.float32)
     for start in range(0, V, PART):
         value = start + tl.arange(0, PART)
         of_state = place * BV * BK + value[None, :] * BK + key[:, None]
         of_write = place * BV * C + value[:, None] * C + row[None, :]
         real = (value < V)[:, None] & there[None, :]
-        S, after = tl.load(states + of_state), tl.load(to_after + of_state)  # [BK, PART]
-        W, W_to = tl.load(writes + of_write), tl.load(to_writes + of_write)  # [PART, C]
-        out = tl.load(to_o[None, :] + value[:, None], real, other=0.0)
+        S, after = tl.load(states + of_state), tl.load(d_after + of_state)  # [BK, PART]
+        W, d_W = tl.load(writes + of_write), tl.load(d_writes + of_write)  # [PART, C]
+        out = tl.load(d_o[None, :] + value[:, None], real, other=0.0)
         vs = tl.load(v[None, :] + value[:, None], real, other=0.0)
-        q_to = tl.dot(S, out, q_to, input_precision="ieee")
-        k_to = tl.dot(after, W, k_to, input_precision="ieee")
-        w_to = tl.dot(S, W_to, w_to, input_precision="ieee")
-        decay_to += tl.sum(S.to(tl.float32) * after.to(tl.float32), 1)
-        score_to = tl.dot(tl.trans(out), W, score_to, input_precision="ieee")
-        solved_to = tl.dot(tl.trans(W_to), vs, solved_to, input_precision="ieee")
-        v_to = tl.dot(W_to.to(tl.float32), inverse, input_precision=PRECISION) * strength[None, :]
-        to = ((first + row[None, :]) * H + h) * V + value[:, None]
-        tl.store(dv + to, v_to.to(dv.dtype.element_ty), real)
+        d_q = tl.dot(S, out, d_q, input_precision="ieee")
+        d_k = tl.dot(after, W, d_k, input_precision="ieee")
+        d_w = tl.dot(S, d_W, d_w, input_precision="ieee")
+        d_decay += tl.sum(S.to(tl.float32) * after.to(tl.float32), 1)
+        d_scores = tl.dot(tl.trans(out), W, d_scores, input_precision="ieee")
+        d_solved = tl.dot(tl.trans(d_W), vs, d_solved, input_precision="ieee")
+        d_v = tl.dot(d_W.to(tl.float32), inverse, input_precision=PRECISION) * strength[None, :]
+        to = ((first + row[None, :]) * HEADS + h) * V + value[:, None]
+        tl.store(to_d_v + to, d_v.to(to_d_v.dtype.element_ty), real)
 
     # The decays, as in `prepare`.
     one = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
@@ -188,8 +194,7 @@ def prepare_backward(
     rate = tl.load(A_log + h).to(tl.float32)
     bias = tl.load(dt_bias + h * K + key, key < K, other=0.0).to(tl.float32)[:, None]
     x = _where_products_are(gate, key, inside, one, PRECISION)
-    g = tl.where(inside, log_decay(x, bias, rate, BOUND) * 1.4426950408889634, 0.0)
-    g = tl.where(g < -150.0, -150.0, g)
+    g = log2_decay(x, bias, rate, inside, BOUND)
     if PRECISION == "ieee":
         eighths = tl.floor(g * 8.0 + 0.5) * 0.125
         total = tl.dot(eighths, up_to, input_precision="ieee")
@@ -211,28 +216,28 @@ def prepare_backward(
     qs, ks = qs * (q_unit * tl.rsqrt(K * 1.0))[None, :], ks * k_unit[None, :]
 
     # The triangular system: `w` is -(inverse strength) (k decays), `u` is (inverse strength) v.
-    solved_to -= tl.dot(tl.trans(w_to), ks * since_begin, input_precision=PRECISION)
-    read_to = -tl.dot(w_to, inverse * strength[None, :], input_precision=PRECISION) * since_begin
-    beta_to = tl.sum(solved_to * inverse, 0)
-    tie_to = tl.dot(solved_to * strength[None, :], tl.trans(inverse), input_precision=PRECISION)
-    tie_to = -tl.dot(tl.trans(inverse), tie_to, input_precision=PRECISION)
-    tie_to = tl.where(row[:, None] > row[None, :], tie_to, 0.0)
-    beta_to += tl.sum(tie_to * tie, 1)
-    beta_to *= strength * (1.0 - strength)
-    tl.store(d_beta + (first + row) * H + h, beta_to.to(d_beta.dtype.element_ty), there)
+    d_solved -= tl.dot(tl.trans(d_w), ks * since_begin, input_precision=PRECISION)
+    d_read = -tl.dot(d_w, inverse * strength[None, :], input_precision=PRECISION) * since_begin
+    d_beta = tl.sum(d_solved * inverse, 0)
+    d_ties = tl.dot(d_solved * strength[None, :], tl.trans(inverse), input_precision=PRECISION)
+    d_ties = -tl.dot(tl.trans(inverse), d_ties, input_precision=PRECISION)
+    d_ties = tl.where(row[:, None] > row[None, :], d_ties, 0.0)
+    d_beta += tl.sum(d_ties * tie, 1)
+    d_beta *= strength * (1.0 - strength)
+    tl.store(to_d_beta + (first + row) * HEADS + h, d_beta.to(to_d_beta.dtype.element_ty), there)
     # Token by token these are needed, of all later tokens: by way of memory, where what was there is read already.
     tl.debug_barrier()
     of_pair = place * C * C + row[None, :] * C + row[:, None]
-    tl.store(ties + of_pair, tie_to * strength[:, None])
-    tl.store(solved + of_pair, score_to)
+    tl.store(ties + of_pair, d_ties * strength[:, None])
+    tl.store(solved + of_pair, d_scores)
     tl.debug_barrier()
 
     # Pairs of a later token, which reads, with token j, which has written. A token's decay counts for those that read
     # there or later and wrote before: `reads` has all that were written so far, `written` what lasts beyond the chunk.
-    q_to *= since_begin
-    write_to = k_to * to_end
-    reads, written, lasting = qs * q_to + ks * read_to, tl.exp2(whole) * decay_to, ks * write_to
-    g_to = tl.where((row == 0)[None, :], (tl.sum(reads, 1) + written)[:, None], 0.0)
+    d_q *= since_begin
+    d_written = d_k * to_end
+    reads, written, lasting = qs * d_q + ks * d_read, tl.exp2(whole) * d_decay, ks * d_written
+    d_g = tl.where((row == 0)[None, :], (tl.sum(reads, 1) + written)[:, None], 0.0)
     for j in range(C):
         at, later = (row == j)[None, :], (row > j)[None, :]
         between = total - tl.sum(tl.where(at, total, 0.0), 1)[:, None]
@@ -243,31 +248,31 @@ def prepare_backward(
         score, tied = tl.load(solved + pair)[None, :], tl.load(ties + pair)[None, :]
         k_j = tl.sum(tl.where(at, ks, 0.0), 1)[:, None]
         reading = (score * qs + tied * ks) * between
-        q_to += score * (between * k_j)
-        read_to += tied * (between * k_j)
-        write_to += tl.where(at, tl.sum(reading, 1)[:, None], 0.0)
+        d_q += score * (between * k_j)
+        d_read += tied * (between * k_j)
+        d_written += tl.where(at, tl.sum(reading, 1)[:, None], 0.0)
         reads += reading * k_j
         written += tl.sum(tl.where(at, lasting, 0.0), 1)
         both = tl.sum(tl.where(later, reads, 0.0), 1) + written
-        g_to += tl.where((row == j + 1)[None, :], both[:, None], 0.0)
+        d_g += tl.where((row == j + 1)[None, :], both[:, None], 0.0)
     own = tl.load(solved + place * C * C + row * (C + 1))[None, :]  # what a token reads of itself, whatever decays
-    q_to += own * ks
-    write_to += own * qs
-    g_to = tl.where(inside, g_to, 0.0)
+    d_q += own * ks
+    d_written += own * qs
+    d_g = tl.where(inside, d_g, 0.0)
 
     if BOUND == 0:
-        x_to = g_to * -tl.exp(rate) * tl.sigmoid(x + bias)
-        rate_to = g_to * log_decay(x, bias, rate, BOUND)
+        d_x = d_g * -tl.exp(rate) * tl.sigmoid(x + bias)
+        d_rate = tl.where(d_g == 0, 0.0, d_g * log_decay(x, bias, rate, BOUND))
     else:
         opening = tl.sigmoid(tl.exp(rate) * (x + bias))
-        x_to = g_to * BOUND * opening * (1.0 - opening) * tl.exp(rate)
-        rate_to = x_to * (x + bias)
-    to = ((first + row[None, :]) * H + h) * K + key[:, None]
-    tl.store(d_gate + to, x_to.to(d_gate.dtype.element_ty), inside)
-    tl.store(d_bias + place * BK + key, tl.sum(x_to, 1))
-    tl.store(d_rate + place, tl.sum(rate_to))
-    k_to = read_to + write_to
-    k_to = (k_to - ks * tl.sum(ks * k_to, 0)[None, :]) * k_unit[None, :]
-    tl.store(dk + to, k_to.to(dk.dtype.element_ty), inside)
-    q_to = (q_to - qs * (tl.sum(qs * q_to, 0) * K)[None, :]) * (q_unit * tl.rsqrt(K * 1.0))[None, :]
-    tl.store(dq + to, q_to.to(dq.dtype.element_ty), inside)
+        d_x = d_g * BOUND * opening * (1.0 - opening) * tl.exp(rate)
+        d_rate = d_x * (x + bias)
+    to = ((first + row[None, :]) * HEADS + h) * K + key[:, None]
+    tl.store(to_d_gate + to, d_x.to(to_d_gate.dtype.element_ty), inside)
+    tl.store(to_d_bias + place * BK + key, tl.sum(d_x, 1))
+    tl.store(to_d_rate + place, tl.sum(d_rate))
+    d_k = d_read + d_written
+    d_k = (d_k - ks * tl.sum(ks * d_k, 0)[None, :]) * k_unit[None, :]
+    tl.store(to_d_k + to, d_k.to(to_d_k.dtype.element_ty), inside)
+    d_q = (d_q - qs * (tl.sum(qs * d_q, 0) * K)[None, :]) * (q_unit * tl.rsqrt(K * 1.0))[None, :]
+    tl.store(to_d_q + to, d_q.to(to_d_q.dtype.element_ty), inside)

@@ -17,8 +17,11 @@ from .ops_reference import UNIT_EPS
 
 
 CHUNK = 16  # tokens
-ROOM = 2**30  # bytes for the states before and after each chunk, which gradients need; beyond, heads take turns
+# Bytes for the states before and after each chunk, which gradients need; beyond, heads take turns. With few heads at
+# once a GPU is idle: this is 65,536 tokens of 16 heads of 128 in 16 bits.
+ROOM = 2**32
 
+HEADS_AT = (2, 2, 2, 2, 2, 0, 0)  # the dimension of heads in q, k, v, gate, beta, A_log, dt_bias
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # what `kernels_chunk.recur` reads
 
 
@@ -41,8 +44,9 @@ def chunk(
 
     if not (o.numel() and state.numel()):
         return
-    prepared, _, widths = _prepare((q, k, v, gate, beta, A_log, dt_bias), bound, cu_seqlens, len(state))
-    grid, parts = _parts(state)
+    rows, rates = _rows(q, k, v, gate, beta), (A_log.contiguous(), dt_bias.contiguous())
+    prepared, _, widths, _ = _prepare(rows, rates, q, v, bound, cu_seqlens, len(state))
+    grid, parts = _parts(state, v)
     with device_of(q):
         recur[grid](*prepared, state, cu_seqlens, o, None, None, *q.shape[1:3], **widths, **parts)
 
@@ -83,9 +87,6 @@ def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, T
     return torch.empty_like(v, memory_format=torch.contiguous_format), final
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
 @operator("chunk_backward")
 def _chunk_backward(
     q: Tensor,
@@ -98,28 +99,40 @@ def _chunk_backward(
     bound: float,
     state: Tensor | None,
     cu_seqlens: Tensor | None,
-    to_o: Tensor,
-    to_final: Tensor,
+    d_o: Tensor,
+    d_final: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the seven tensors and of the state, from those that arrive at the outputs."""
     tensors = (q, k, v, gate, beta, A_log, dt_bias)
-    if not (v.numel() and to_final.numel()):
-        return (*(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors), to_final.clone())
+    grads = tuple(x.new_empty(x.shape) for x in (*tensors, d_final))
+    if not (v.numel() and d_final.numel()):
+        return (*(x.zero_() for x in grads[:7]), grads[7].copy_(d_final))
     (B, T, H, K), V = q.shape, v.shape[3]
-    bytes_ = 2 * _slots(B, T, cu_seqlens, len(to_final)) * _padded(K) * _padded(V) * v.element_size()
-    heads = max(1, ROOM // bytes_)
-    whole, of_heads = (*tensors, to_o, to_final, state), (2, 2, 2, 2, 2, 0, 0, 2, 1, 1)
-    pieces = []
+    bytes_ = 2 * _slots(B, T, cu_seqlens, len(d_final)) * _padded(K) * _padded(V) * v.element_size()
+    heads, d_o = max(1, ROOM // bytes_), d_o.contiguous()
     for first in range(0, H, heads):
-        count = min(heads, H - first)
-        some = [
-            None if x is None else x.narrow(dim, first * (x.shape[dim] // H), count * (x.shape[dim] // H))
-            for x, dim in zip(whole, of_heads)
-        ]
-        pieces.append(_gradients(*some, bound, cu_seqlens))
-    return (
-        pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim) for x, dim in zip(zip(*pieces), (*of_heads[:7], 1)))
-    )
+        some = (first, min(first + heads, H), H)
+        _gradients(
+            *(_heads(x, dim, *some) for x, dim in zip(tensors, HEADS_AT)),
+            bound,
+            None if state is None else _heads(state, 1, *some),
+            cu_seqlens,
+            _heads(d_o, 2, *some),
+            _heads(d_final, 1, *some),
+            [_heads(x, dim, *some) for x, dim in zip(grads, (*HEADS_AT, 1))],
+        )
+    return grads
+
+
+def _heads(x: Tensor, dim: int, first: int, last: int, all_heads: int) -> Tensor:
+    """The part of heads `first` to `last` of `x`, where dimension `dim` is that of heads, or of all their channels."""
+    each = x.shape[dim] // all_heads
+    return x.narrow(dim, first * each, (last - first) * each)
+
+
+@_chunk_backward.register_fake
+def _(q, k, v, gate, beta, A_log, dt_bias, bound, state, cu_seqlens, d_o, d_final):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, gate, beta, A_log, dt_bias, d_final))
 
 
 def _gradients(
@@ -130,114 +143,102 @@ def _gradients(
     beta: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    to_o: Tensor,
-    to_final: Tensor,
-    state: Tensor | None,
     bound: float,
+    state: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> Gradients:
-    """`_chunk_backward` of some heads: four launches."""
+    d_o: Tensor,
+    d_final: Tensor,
+    to: Sequence[Tensor],
+) -> None:
+    """`_chunk_backward` of some heads, into `to`: four launches. Rows of `d_o` and `to` are those of all heads."""
     from .kernels_chunk import recur
     from .kernels_chunk_backward import prepare_backward, recur_backward
 
-    (T, H, K), tensors = q.shape[1:], (q, k, v, gate, beta, A_log, dt_bias)
-    to_state = to_final.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    before = torch.zeros_like(to_state)
-    if state is not None:
-        before.copy_(state)
-    prepared, squares, widths = _prepare(tensors, bound, cu_seqlens, len(before), with_gradients=True)
-    to_q, to_k, to_w, to_u, to_scores, to_decay = prepared
-    states, to_after = (v.new_empty(*to_u.shape[:3], to_q.shape[3]) for _ in range(2))
-    writes, to_writes = torch.empty_like(to_u), torch.empty_like(to_u)
-    to_rate, to_bias = to_decay.new_empty(to_decay.shape[:2]), torch.empty_like(to_decay)
-    to_tensors = [x.new_empty(x.shape) for x in tensors[:5]]
-    to_o, (grid, parts) = to_o.contiguous(), _parts(before)
+    (T, H, K), HEADS = q.shape[1:], to[4].stride(1)
+    before, d_state = (d_final.new_empty(d_final.shape) for _ in range(2))
+    before.zero_() if state is None else before.copy_(state)
+    d_state.copy_(d_final)
+    rows, rates = _rows(q, k, v, gate, beta), (A_log.contiguous(), dt_bias.contiguous())
+    prepared, squares, widths, gates = _prepare(rows, rates, q, v, bound, cu_seqlens, len(before), with_gradients=True)
+    read, written, removed, values, scores, decay = prepared
+    states, d_after = (v.new_empty(*values.shape[:3], read.shape[3]) for _ in range(2))
+    writes, d_writes = torch.empty_like(values), torch.empty_like(values)
+    d_rate, d_bias = decay.new_empty(decay.shape[:2]), torch.empty_like(decay)
+    grid, parts = _parts(before, v)
     with device_of(q):
         recur[grid](*prepared, before, cu_seqlens, None, states, writes, T, H, **widths, **parts)
-        back = (to_q, to_k, to_w, to_scores, to_decay, to_o, to_state, cu_seqlens, to_after, to_writes)
-        recur_backward[grid](*back, T, H, **widths, **parts)
-        prepare_backward[(to_rate.numel(),)](
-            *_rows(*tensors[:5]),
-            A_log.contiguous(),
-            dt_bias.contiguous(),
+        carried = (read, written, removed, scores, decay, d_o, d_state, cu_seqlens, d_after, d_writes)
+        recur_backward[grid](*carried, T, H, HEADS, **widths, **parts)
+        prepare_backward[(d_rate.numel(),)](
+            *rows,
+            *rates,
             cu_seqlens,
             *squares,
             states,
             writes,
-            to_after,
-            to_writes,
-            to_o,
-            *to_tensors,
-            to_rate,
-            to_bias,
+            d_after,
+            d_writes,
+            d_o,
+            *to[:5],
+            d_rate,
+            d_bias,
             T,
             H,
+            HEADS,
             len(before),
             **widths,
+            **gates,
             PART=parts["PART"],
-            **_gates(v, bound),
             num_warps=8,
         )
-    to_A_log, to_dt_bias = to_rate.sum(0).to(A_log.dtype), to_bias.sum(0)[:, :K].flatten().to(dt_bias.dtype)
-    return (*to_tensors, to_A_log, to_dt_bias, to_state)
-
-
-@_chunk_backward.register_fake
-def _(q, k, v, gate, beta, A_log, dt_bias, bound, state, cu_seqlens, to_o, to_final):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, gate, beta, A_log, dt_bias, to_final))
+    for x, y in zip(to[5:], (d_rate.sum(0), d_bias.sum(0)[:, :K].flatten(), d_state)):
+        x.copy_(y)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.bound, state, cu_seqlens = inputs
-    ctx.save_for_backward(*tensors, state, cu_seqlens)
+    # A cache may write into its state, and one made in inference mode cannot be saved.
+    ctx.save_for_backward(*tensors, None if state is None else state.clone(), cu_seqlens)
 
 
-def _backward(ctx: Any, to_o: Tensor, to_final: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, state, cu_seqlens = ctx.saved_tensors
-    *grads, to_state = _chunk_backward(*tensors, ctx.bound, state, cu_seqlens, to_o, to_final)
-    return *grads, None, None if state is None else to_state.to(state.dtype), None
+    *grads, d_state = _chunk_backward(*tensors, ctx.bound, state, cu_seqlens, d_o, d_final)
+    return *grads, None, None if state is None else d_state.to(state.dtype), None
 
 
 chunk_with_gradients.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _prepare(
-    tensors: Sequence[Tensor],
+    rows: Sequence[Tensor | int],
+    rates: tuple[Tensor, Tensor],
+    q: Tensor,
+    v: Tensor,
     bound: float,
     cu_seqlens: Tensor | None,
     documents: int,
     with_gradients: bool = False,
-) -> tuple[Prepared, tuple[Tensor | None, Tensor | None], dict[str, Any]]:
-    """What `kernels_chunk.prepare` makes of the seven tensors, what of that only gradients need, and widths."""
+) -> tuple[Prepared, tuple[Tensor | None, Tensor | None], dict[str, Any], dict[str, Any]]:
+    """What `kernels_chunk.prepare` makes of `_rows`, `A_log` and `dt_bias`, and what of that only gradients need; then
+    the widths that every kernel gets, and what those that see gates get."""
     from .kernels_chunk import prepare
 
-    q, k, v, gate, beta, A_log, dt_bias = tensors
     (B, T, H, K), V = q.shape, v.shape[3]
     slots, BK, BV = _slots(B, T, cu_seqlens, documents), _padded(K), _padded(V)
     widths = dict(K=K, V=V, C=CHUNK, BK=BK, BV=BV, PACKED=cu_seqlens is not None)
-    to_q, to_k, to_w = (v.new_empty(slots, H, CHUNK, BK) for _ in range(3))
-    to_u, to_scores = v.new_empty(slots, H, BV, CHUNK), v.new_empty(slots, H, CHUNK, CHUNK)
-    prepared = (to_q, to_k, to_w, to_u, to_scores, v.new_empty(slots, H, BK, dtype=torch.float32))
+    gates = dict(BOUND=bound, UNIT_EPS=UNIT_EPS, PRECISION="ieee" if v.dtype == torch.float32 else "tf32")
+    read, written, removed = (v.new_empty(slots, H, CHUNK, BK) for _ in range(3))
+    values, scores = v.new_empty(slots, H, BV, CHUNK), v.new_empty(slots, H, CHUNK, CHUNK)
+    prepared = (read, written, removed, values, scores, v.new_empty(slots, H, BK, dtype=torch.float32))
     squares = (None, None)
     if with_gradients:
-        squares = (torch.empty_like(to_scores, dtype=torch.float32), torch.empty_like(to_scores, dtype=torch.float32))
+        squares = (torch.empty_like(scores, dtype=torch.float32), torch.empty_like(scores, dtype=torch.float32))
     with device_of(q):
         prepare[(slots * H,)](
-            *_rows(q, k, v, gate, beta),
-            A_log.contiguous(),
-            dt_bias.contiguous(),
-            cu_seqlens,
-            *prepared,
-            *squares,
-            T,
-            H,
-            documents,
-            **widths,
-            BS=8,
-            **_gates(v, bound),
-            num_warps=1,
+            *rows, *rates, cu_seqlens, *prepared, *squares, T, H, documents, **widths, **gates, BS=8, num_warps=1
         )
-    return prepared, squares, widths
+    return prepared, squares, widths, gates
 
 
 def _slots(rows: int, tokens: int, cu_seqlens: Tensor | None, documents: int) -> int:
@@ -256,12 +257,8 @@ def _rows(*tensors: Tensor) -> list[Tensor | int]:
     return [y for x in rows for y in (x, x.stride(0))]
 
 
-def _gates(v: Tensor, bound: float) -> dict[str, Any]:
-    return dict(BOUND=bound, UNIT_EPS=UNIT_EPS, PRECISION="ieee" if v.dtype == torch.float32 else "tf32")
-
-
-def _parts(state: Tensor) -> tuple[tuple[int], dict[str, int]]:
+def _parts(state: Tensor, v: Tensor) -> tuple[tuple[int], dict[str, int]]:
     """How kernels that carry a state are launched: each program has a part of a head's values."""
     N, H, V, _ = state.shape
-    part = min(32, _padded(V))
-    return (ceil(V, part) * H * N,), dict(PART=part, STAGES=4, num_warps=part // 16)
+    part, each = min(32, _padded(V)), 8 if v.dtype == torch.float32 else 16  # values of a warp, for its registers
+    return (ceil(V, part) * H * N,), dict(PART=part, STAGES=4, num_warps=part // each)

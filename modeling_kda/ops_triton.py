@@ -26,6 +26,8 @@ def refuses(call: KdaCall) -> str | None:
     """Why this backend cannot run `call`, or None."""
     if call.writes is not None and (call.q.shape[1] > MOST_TOKENS or learns(call)):
         return f"of more than {MOST_TOKENS} tokens, or with gradients, it does not say what is written"
+    if call.v.dtype == torch.float16 and learns(call):
+        return "gradients in float16, which the state's may exceed"
     return _refuses((call.q, call.k, call.v), call.q.shape[-1], call.v.shape[-1])
 
 
@@ -62,14 +64,15 @@ def _refuses(streams: tuple[Tensor, Tensor, Tensor], key: int, value: int) -> st
 def run(call: KdaCall) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention on `call`; see `KdaCall` for shapes."""
     tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias)
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.contiguous()
     if learns(call):
-        return chunk_with_gradients(*tensors, call.lower_bound or 0.0, call.state, call.cu_seqlens)
+        return chunk_with_gradients(*tensors, call.lower_bound or 0.0, call.state, cu_seqlens)
     state = _own(call.state, call.overwrite_state, torch.float32)
     if state is None:
         state = call.initial_state(torch.float32)
     o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
     if call.q.shape[1] > MOST_TOKENS:
-        chunk(*tensors, call.lower_bound or 0.0, state, call.cu_seqlens, o)
+        chunk(*tensors, call.lower_bound or 0.0, state, cu_seqlens, o)
         return o, state
     writes = None if call.writes is None else torch.empty_like(o, dtype=torch.float32)
     _step(
@@ -88,7 +91,7 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
         None,
         0.0,
         None,
-        call.cu_seqlens,
+        cu_seqlens,
         o,
         None,
         None,

@@ -269,6 +269,10 @@ HARDER = {
         beta=torch.full((1, 70, 2), 9.0),
         gate=torch.full((1, 70, 2, 7), -300.0),
     ),
+    "infinite gates": lambda: replace(
+        make_call(),
+        gate=torch.tensor([-torch.inf, 1.0, -1.0, 2.0, -torch.inf]).repeat(14).view(1, 70, 1, 1).expand(1, 70, 2, 7),
+    ),
     "opposite keys": lambda: from_decay(
         torch.full((1, 70, 2, 7), -1e-4),
         k=torch.tensor([1.0, -1.0]).repeat(35).view(1, 70, 1, 1).expand(1, 70, 2, 7),
@@ -299,6 +303,12 @@ def test_run_in_two_pieces_is_one_run(at):
     same((torch.cat([first, second], 1), state), ops_triton.run(call))
 
 
+def test_run_reads_borders_in_any_layout():
+    call = make_call(1, 40, 1, cu_seqlens=[0, 7, 40])
+    apart = torch.stack([call.cu_seqlens, call.cu_seqlens + 99], 1)[:, 0]
+    same(ops_triton.run(replace(there(call), cu_seqlens=apart.to(DEVICE))), ops_triton.run(there(call)))
+
+
 def test_run_of_no_row_gives_nothing():
     o, state = ops_triton.run(there(make_call(0, 20)))
     assert o.shape == (0, 20, 2, 10)
@@ -308,6 +318,9 @@ def test_run_of_no_row_gives_nothing():
 REFUSED = {
     "of more than 16 tokens, or with gradients, it does not say what is written": lambda call: replace(
         call, writes=torch.zeros_like(call.v, dtype=torch.float32)
+    ),
+    "gradients in float16, which the state's may exceed": lambda call: replace(
+        convert(call, Tensor.half), v=call.v.half().requires_grad_()
     ),
     "heads wider than 128": lambda call: there(make_call(1, 20, 1, 129, 4)),
     "dtype torch.float64": lambda call: convert(call, Tensor.double),

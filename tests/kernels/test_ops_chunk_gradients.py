@@ -157,6 +157,47 @@ def test_gradients_read_slices_of_one_projection():
     assert not joined.grad[..., [0, -2, -1]].any()
 
 
+@pytest.mark.parametrize("change", [Tensor.half, Tensor.double])
+def test_gradients_of_gates_rates_and_states_of_another_dtype(change):
+    call = make_call(1, 20, 1)
+    names = ("gate", "beta", "A_log", "dt_bias", "state")
+    check(replace(call, **{name: change(getattr(call, name)) for name in names}), TOLERANCE[torch.float16])
+
+
+def test_gradients_of_pads_that_neither_decay_nor_write():
+    call = make_call(2, 1, 1)
+    nothing = torch.tensor([0.0, -torch.inf]).view(2, 1, 1)
+    check(replace(call, gate=call.gate + nothing[..., None], beta=call.beta + nothing))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_state_may_be_written_after_it_was_read(inference):
+    """As a cache of fixed room does; and it may come from inference."""
+    with torch.inference_mode(inference):
+        state = torch.randn(1, 1, 10, 7, device=DEVICE)
+    before, call = state.clone().double(), replace(there(make_call(1, 18, 1)), state=state)
+    q = call.q.requires_grad_()
+    o, _ = ops_triton.run(call)
+    with torch.inference_mode(inference):
+        call.state.zero_()
+    o.square().sum().backward()
+    want = replace(convert(call, lambda x: x.detach().double()), state=before.clone())
+    want.q.requires_grad_()
+    ops_reference.run(want)[0].square().sum().backward()
+    assert_close(q.grad.double(), want.q.grad, ROUNDING, TOLERANCE[torch.float32])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one program after another")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 5, 5, 700, 1500]])
+def test_gradients_of_many_tokens_and_heads_are_the_same_every_time(cu_seqlens, dtype):
+    call = there(make_call(1, 1500, 8, 128, 96, cu_seqlens=cu_seqlens, dtype=dtype))
+    want = outcome(ops_triton.run, call)
+    for _ in range(30):
+        for name, x in outcome(ops_triton.run, call).items():
+            assert torch.equal(x, want[name]), name
+
+
 @pytest.mark.parametrize("shape", [(0, 20, 2), (2, 0, 2)])
 def test_gradients_of_nothing(shape):
     B, T, H = shape
