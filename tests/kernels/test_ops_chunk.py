@@ -269,6 +269,9 @@ HARDER = {
         beta=torch.full((1, 70, 2), 9.0),
         gate=torch.full((1, 70, 2, 7), -300.0),
     ),
+    "decays beyond float32": lambda: replace(
+        make_call(), A_log=torch.full((2,), 85.0), gate=torch.full((1, 70, 2, 7), 1000.0)
+    ),
     "infinite gates": lambda: replace(
         make_call(),
         gate=torch.tensor([-torch.inf, 1.0, -1.0, 2.0, -torch.inf]).repeat(14).view(1, 70, 1, 1).expand(1, 70, 2, 7),
