@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .ops_launch import ceil, device_of, power, rows_of
 from .ops_operator import operator
-from .ops_reference import UNIT_EPS
+from .ops_reference import UNIT_EPS, empty_outputs
 
 
 CHUNK = 16  # tokens
@@ -70,7 +70,7 @@ def chunk_with_gradients(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`chunk` of a state that stays as it is, None: zeros. Returns `o` and the final state."""
-    o, final = _outputs(q, v, cu_seqlens)
+    o, final = empty_outputs(q, v, cu_seqlens)
     final.zero_() if state is None else final.copy_(state)
     chunk.function(q, k, v, gate, beta, A_log, dt_bias, bound, final, cu_seqlens, o)
     return o, final
@@ -78,13 +78,7 @@ def chunk_with_gradients(
 
 @chunk_with_gradients.register_fake
 def _(q, k, v, gate, beta, A_log, dt_bias, bound, state, cu_seqlens):
-    return _outputs(q, v, cu_seqlens)
-
-
-def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = v.new_empty(documents, *v.shape[2:], q.shape[3], dtype=torch.float32)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), final
+    return empty_outputs(q, v, cu_seqlens)
 
 
 @operator("chunk_backward")

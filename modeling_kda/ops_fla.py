@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from .ops_reference import OPERATORS, KdaCall
+from .ops_reference import OPERATORS, KdaCall, empty_outputs
 
 
 NAME = "fla"
@@ -121,9 +121,7 @@ def _operator(
 
 @_operator.register_fake
 def _(q, k, v, gate, beta, A_log, dt_bias, bound, state, cu_seqlens):
-    documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = q.new_empty(documents, *v.shape[2:], k.shape[-1], dtype=torch.float32)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), final
+    return empty_outputs(q, v, cu_seqlens)
 
 
 @torch.library.custom_op(

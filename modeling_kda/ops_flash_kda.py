@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .ops_launch import device_of
 from .ops_operator import operator
-from .ops_reference import KdaCall
+from .ops_reference import KdaCall, empty_outputs
 
 
 NAME = "flash_kda"
@@ -78,7 +78,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     import flash_kda
 
-    o, final = _empty(q, v, cu_seqlens)
+    o, final = empty_outputs(q, v, cu_seqlens)
     with device_of(q):
         flash_kda.fwd(
             *(x.contiguous() for x in (q, k, v, gate, beta)),
@@ -96,13 +96,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, gate, beta, A_log, dt_bias, bound, state, cu_seqlens):
-    return _empty(q, v, cu_seqlens)
-
-
-def _empty(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Room for the output and the final states."""
-    documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return v.new_empty(v.shape), v.new_empty(documents, *v.shape[2:], q.shape[3], dtype=torch.float32)
+    return empty_outputs(q, v, cu_seqlens)
 
 
 BACKEND = sys.modules[__name__]

@@ -15,6 +15,7 @@ from torch import Tensor
 from .ops_launch import ceil, device_of, power, rows_of, unfit
 from .ops_mixer import MixerCall
 from .ops_operator import operator
+from .ops_reference import count_documents
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -83,13 +84,8 @@ def _(q, k, v, q_taps, k_taps, v_taps, window, cu_seqlens):
 def _convolve_empty(
     q: Tensor, k: Tensor, v: Tensor, taps: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    after = q.new_empty(_count(q, cu_seqlens), taps.shape[1] - 1, 2 * q.shape[2] + v.shape[2])
+    after = q.new_empty(count_documents(q, cu_seqlens), taps.shape[1] - 1, 2 * q.shape[2] + v.shape[2])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), after
-
-
-def _count(q: Tensor, cu_seqlens: Tensor | None) -> int:
-    """N."""
-    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 @operator("convolve_backward")
@@ -152,7 +148,7 @@ def _walk(
             None if window is None else window.contiguous(),
             cu_seqlens,
             *others,
-            _count(inputs[0], cu_seqlens),
+            count_documents(inputs[0], cu_seqlens),
             T,
             B * T,
             HK,

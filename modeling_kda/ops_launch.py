@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @torch.compiler.assume_constant_result
 def why_not() -> str | None:
-    """Why this backend cannot run here, or None."""
+    """Why no kernel can run here, or None."""
     if "cpu" not in DEVICES and not torch.cuda.is_available():
         return "there is no CUDA device"
     try:

@@ -66,7 +66,7 @@ class KdaCall:
 
     @property
     def num_documents(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+        return count_documents(self.q, self.cu_seqlens)
 
     def initial_state(self, dtype: torch.dtype) -> Tensor:
         """The state to start from, in `dtype`; never the memory of `state`."""
@@ -74,6 +74,17 @@ class KdaCall:
             return self.state.to(dtype, copy=True, memory_format=torch.contiguous_format)
         heads, value, key = self.v.shape[2], self.v.shape[3], self.k.shape[3]
         return self.v.new_zeros((self.num_documents, heads, value, key), dtype=dtype)
+
+
+def count_documents(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """N: the rows of `x`, or what `cu_seqlens` has."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def empty_outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Room for `o` and the final state, each in one piece."""
+    final = v.new_empty(count_documents(q, cu_seqlens), *v.shape[2:], q.shape[3], dtype=torch.float32)
+    return v.new_empty(v.shape), final
 
 
 def wide(x: Tensor) -> Tensor:

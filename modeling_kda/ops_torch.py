@@ -28,7 +28,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops_reference import OPERATORS, UNIT_EPS, KdaCall, operands, wide, without_autocast, writable
+from .ops_reference import (
+    OPERATORS,
+    UNIT_EPS,
+    KdaCall,
+    count_documents,
+    operands,
+    wide,
+    without_autocast,
+    writable,
+)
 
 
 NAME = "torch"
@@ -406,7 +415,7 @@ def _chunked(
 
 @_chunked.register_fake
 def _(q, k, v, gate, beta, A_log, dt_bias, state, lower_bound, cu_seqlens, keep, record):
-    documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    documents = count_documents(q, cu_seqlens)
     S = wide(v.new_empty(documents, v.shape[2], v.shape[3], k.shape[3]))
     segments = torch.library.get_ctx().new_dynamic_size() if keep else 0
     return torch.empty_like(v), S, S.new_empty(segments, *S.shape), S.new_empty(v.shape if record else 0)
