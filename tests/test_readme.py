@@ -333,3 +333,10 @@ def test_tables_of_a_gpu_are_the_numbers_of_the_last_lines():
         `layer`: {note}
         """)
     assert not got
+
+
+def test_models_of_two_machines_make_no_table():
+    machine = dict.fromkeys(("gpu", "cpu", "cores", "python", "torch", "transformers", "modeling_kda", "command"), "a")
+    reports = [{"machine": machine, "models": []}, {"machine": machine | {"torch": "b"}, "models": []}]
+    with pytest.raises(ValueError, match="two machines"):
+        benchmark_tables("\n".join(json.dumps(report) for report in reports))

@@ -219,6 +219,8 @@ def _one_of_models(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`reports`, where those of the GPU's models, which may come one by one, are one."""
     first, *others = [report for report in reports if "models" in report] or [None]
     for other in others:
+        if _where({**other["machine"], "command": ""}) != _where({**first["machine"], "command": ""}):
+            raise ValueError(f"models of two machines make no table: {first['machine']} and {other['machine']}")
         first["models"] += other["models"]
         first["machine"]["command"] = "python -m tests.benchmarks.gpu_model"
     return [report for report in reports if "models" not in report or report is first]

@@ -5,9 +5,9 @@
 Milliseconds, medians, in bfloat16: 16 heads of 128, hidden size 2048. The floor is what goes in and out once, at the
 speed of a copy that is measured here. Errors are those of outputs and states against the recurrence in float64 on the
 same inputs, of tensors and gradients: the largest relative to the largest number, and the norm of all relative to the
-norm, each of the tensor where it is worst. "random" inputs
-forget at once; of "slow" ones half of the channels forget a thousandth a token, as those of trained models do;
-"repeated" are one key again and again, all of it written and nearly nothing forgotten.
+norm, each of the tensor where it is worst. "random" inputs forget at once; of "slow" ones half of the channels forget
+a thousandth a token, as those of trained models do; "repeated" are one key again and again, all of it written and
+nearly nothing forgotten.
 """
 
 import argparse
@@ -74,7 +74,8 @@ def learn(call: KdaCall, run: Callable[[], Any]) -> list[Tensor]:
     """Output, state and gradients."""
     tensors = [x for x in vars(call).values() if isinstance(x, Tensor)]
     o, state = run()
-    return [o, state, *torch.autograd.grad(o, tensors, torch.ones_like(o).cumsum(1).sin())]
+    d_o = torch.arange(o.numel(), device=o.device).sin().bfloat16().view(o.shape)  # the same in every dtype of o
+    return [o, state, *torch.autograd.grad(o, tensors, d_o.to(o.dtype))]
 
 
 @torch.enable_grad()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import DENSE, TOLERANCE, assert_close, tiny_model, token_ids
-from test_ops_chunk import BOUNDS, DEVICE, DOCUMENTS, DTYPES, HARDER, STREAMS, cut, one_head, there
+from test_ops_chunk import BOUNDS, DEVICE, DOCUMENTS, DTYPES, HARDER, SHAPES, STREAMS, cut, one_head, there
 from test_ops_torch import convert, make_call, outcome
 from torch import Tensor
 
@@ -49,7 +49,6 @@ def check(call: KdaCall, relative: float | None = None, run=ops_triton.run) -> d
 
 
 LENGTHS = [1, 5, 16, 17, 33, 50]
-SHAPES = [(1, 2, 7, 16), (1, 1, 7, 3), (2, 1, 16, 7)]  # B, H, K, V
 CASES = [(T, bound) for T in LENGTHS if T < 20 for bound in BOUNDS] + [(33, None), (50, -5.0)]
 
 
