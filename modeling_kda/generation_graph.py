@@ -2,6 +2,7 @@
 
 import math
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ logger = logging.get_logger(__name__)
 
 # While a graph is captured, its device gives random numbers to nobody else, whatever the thread.
 _random_numbers = threading.Lock()
+
+# Graphs that are over, by the stream they ran on, each with the stream it was captured on: the next one there takes
+# their memory, which torch would keep for nobody until there is no other.
+_over: dict[torch.cuda.Stream, list[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]] = {}
 
 # What `forward` may be asked to return that a graph would overwrite with the next token.
 EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -74,25 +79,29 @@ class StepGraph:
         self.tensors = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor)}
         self.rest = {name: x for name, x in inputs.items() if name not in self.tensors}
         device = inputs["input_ids"].device
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        here = torch.cuda.current_stream(device)
+        over = _over.setdefault(here, [])
+        with _random_numbers:  # which holds other threads
+            before, stream = over.pop() if over else (None, torch.cuda.Stream(device))
+        graph, memory = torch.cuda.CUDAGraph(), None if before is None else before.pool()
+        stream.wait_stream(here)
         try:
             # Not `torch.cuda.graph`, which collects garbage and gives all unused memory back first.
             with _random_numbers, torch.cuda.stream(stream):  # and its device
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(memory, capture_error_mode="thread_local")
                 try:
                     self.outputs = self.model(**{**self.rest, **self.tensors})
                 finally:
                     graph.capture_end()
-                # The graph keeps what it used; else torch would keep 32 MiB for each of its 32 streams.
-                torch._C._cuda_clearCublasWorkspaces()
+                torch._C._cuda_clearCublasWorkspaces()  # this one is the graph's, and no other's on this stream
         except RuntimeError as error:
             _restore_random_numbers(device)
             self.cache.unfinished = False  # nothing ran
             self._give_up(str(error).splitlines()[0])
             return
-        torch.cuda.current_stream(device).wait_stream(stream)
+        here.wait_stream(stream)
         self.graph = graph
+        weakref.finalize(self, over.append, (graph, stream)).atexit = False
 
     def _like_captured(self, inputs: dict[str, Any]) -> bool:
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}

@@ -159,6 +159,7 @@ def _gradients(
     writes, d_writes = torch.empty_like(values), torch.empty_like(values)
     d_rate, d_bias = decay.new_empty(decay.shape[:2]), torch.empty_like(decay)
     grid, parts = _parts(before, v)
+    part, warps = (32, 8) if v.dtype == torch.float32 else (64, 4)
     with device_of(q):
         recur[grid](*prepared, before, cu_seqlens, None, states, writes, T, H, **widths, **parts)
         carried = (read, written, removed, scores, decay, d_o, d_state, cu_seqlens, d_after, d_writes)
@@ -182,8 +183,8 @@ def _gradients(
             len(before),
             **widths,
             **gates,
-            PART=parts["PART"],
-            num_warps=8,
+            PART=min(part, widths["BV"]),
+            num_warps=warps,
         )
     for x, y in zip(to[5:], (d_rate.sum(0), d_bias.sum(0)[:, :K].flatten(), d_state)):
         x.copy_(y)

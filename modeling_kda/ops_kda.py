@@ -104,8 +104,6 @@ def _backend_for(call: KdaCall):
         if _choice not in ("auto", backend.NAME):
             continue
         reason = backend.why_not() or backend.refuses(call)
-        if reason is None and backend is ops_triton and _choice == "auto" and ops_triton.learns(call):
-            reason = "gradients, unless it is chosen by name"
         if reason is None:
             if reasons and not torch.compiler.is_compiling():
                 # Where something faster could run, this is worth a word; elsewhere it is for who looks for it.

@@ -24,9 +24,9 @@ MOST_WIDTH = 128
 
 def refuses(call: KdaCall) -> str | None:
     """Why this backend cannot run `call`, or None."""
-    if call.writes is not None and (call.q.shape[1] > MOST_TOKENS or learns(call)):
+    if call.writes is not None and (call.q.shape[1] > MOST_TOKENS or _learns(call)):
         return f"of more than {MOST_TOKENS} tokens, or with gradients, it does not say what is written"
-    if call.v.dtype == torch.float16 and learns(call):
+    if call.v.dtype == torch.float16 and _learns(call):
         return "gradients in float16, which the state's may exceed"
     return _refuses((call.q, call.k, call.v), call.q.shape[-1], call.v.shape[-1])
 
@@ -41,7 +41,7 @@ def refuses_mixer(call: MixerCall) -> str | None:
     return _refuses(tensors[:3], call.gate.shape[-1], call.out_gate.shape[-1])
 
 
-def learns(call: KdaCall) -> bool:
+def _learns(call: KdaCall) -> bool:
     """Whether there will be gradients."""
     return _wanted(call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias, call.state)
 
@@ -65,7 +65,7 @@ def run(call: KdaCall) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention on `call`; see `KdaCall` for shapes."""
     tensors = (call.q, call.k, call.v, call.gate, call.beta, call.A_log, call.dt_bias)
     cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.contiguous()
-    if learns(call):
+    if _learns(call):
         return chunk_with_gradients(*tensors, call.lower_bound or 0.0, call.state, cu_seqlens)
     state = _own(call.state, call.overwrite_state, torch.float32)
     if state is None:
@@ -244,4 +244,4 @@ def _(*args: Any) -> None:
 
 BACKEND = sys.modules[__name__]
 
-__all__ = ["BACKEND", "NAME", "learns", "refuses", "refuses_mixer", "run", "run_mixer", "why_not"]
+__all__ = ["BACKEND", "NAME", "refuses", "refuses_mixer", "run", "run_mixer", "why_not"]

@@ -239,6 +239,41 @@ def test_generate_with_a_graph_gives_the_tokens_without(name, pads, monkeypatch)
 
 
 @needs_gpu
+def test_graphs_one_after_another_share_their_memory():
+    model, ids = MODELS["KDA and MLA"]().cuda(), token_ids(9).cuda()
+
+    def reserved(calls: int) -> int:
+        for _ in range(calls):
+            model.generate(ids, max_new_tokens=12, do_sample=False, cache_implementation="static")
+        return torch.cuda.memory_reserved()
+
+    assert reserved(3) == reserved(40)
+
+
+@needs_gpu
+def test_graphs_at_once_do_not_disturb_each_other_or_what_is_kept():
+    model, ids = MODELS["KDA and MLA"]().cuda(), token_ids(20, rows=3).cuda()
+    want = [steps_of(model, x, model, KdaHybridCache(model.config, 32)) for x in ids.split(1)]
+    over = StepGraph(model)
+    cache = KdaHybridCache(model.config, 32)
+    got = [steps_of(model, ids[:1, :19], over, cache)]
+    inputs = [{CACHE_NAME: cache, "input_ids": ids[:1, 19:], "use_cache": True, "return_dict": True}]
+    kept = over(**inputs[0]).logits
+    del over  # the next graph has its memory, but for what is kept
+    steps, caches = [StepGraph(model) for _ in range(2)], [KdaHybridCache(model.config, 32) for _ in range(2)]
+    for x, cache in zip(ids.split(1)[1:], caches):
+        model(x[:, :6], cache=cache)
+    logits = [[], []]
+    for t in range(6, 20):
+        for step, cache, x, to in zip(steps, caches, ids.split(1)[1:], logits):
+            inputs = {CACHE_NAME: cache, "input_ids": x[:, t : t + 1], "use_cache": True, "return_dict": True}
+            to.append(step(**inputs).logits.clone())
+    got = [torch.cat([got[0], kept], 1), *(torch.cat(x, 1) for x in logits)]
+    for x, y in zip(got, want, strict=True):
+        assert (x - y).abs().max() < 1e-4
+
+
+@needs_gpu
 def test_step_graph_leaves_a_call_that_is_another_step_alone():
     model, ids = MODELS["KDA and MLA"]().cuda(), token_ids(12, rows=2).cuda()
     step, other = StepGraph(model), KdaHybridCache(model.config, 32)

@@ -8,10 +8,9 @@ import copy
 import pytest
 import torch
 from helpers import k3_model, tiny_model
-from test_ops_fla import untuned  # noqa: F401  a fixture
 from torch import Tensor
 
-from modeling_kda import KdaHybridForCausalLM, ops_fla, ops_linear, ops_triton, use_backend
+from modeling_kda import KdaHybridForCausalLM, ops_linear, ops_triton, use_backend
 from modeling_kda.layers_mla import MultiHeadLatentAttention
 
 
@@ -88,16 +87,15 @@ def taken(monkeypatch) -> set[str]:
         monkeypatch.setattr(owner, attribute, watched)
 
     watch("joined", ops_linear._Joined, "apply")
-    watch("fla", ops_fla, "run")
     watch("chunks", ops_triton, "chunk")
+    watch("chunks with gradients", ops_triton, "chunk_with_gradients")
     watch("unpadded", MultiHeadLatentAttention, "_takes_unequal", bool)
     return names
 
 
 def expected(*names: str) -> set[str]:
     hopper = torch.cuda.get_device_capability()[0] == 9
-    names = {*names, *(["unpadded"] if hopper else [])}
-    return names - ({"fla"} if ops_fla.why_not() else set())
+    return {*names, *(["unpadded"] if hopper else [])}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,7 +124,7 @@ def test_model_learns_as_in_float64(model, how, taken):
     with torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast"):
         got = learnt(model, ids, **given)
         if how == "bfloat16":
-            assert taken == expected("joined", "fla")
+            assert taken == expected("joined", "chunks with gradients")
         with use_backend("torch"):
             plain = learnt(model, ids, **given)
     with use_backend("torch"):

@@ -238,11 +238,11 @@ def test_model_learns_by_chunks_as_in_float64(groups):
         assert_close(grads[0][name], want, absolute=1e-7, relative=1e-4, name=name)
 
 
-def test_gradients_are_taken_by_name_only():
-    call = there(make_call(1, 20))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_in_float16_are_left_to_others(dtype):
+    call = there(make_call(1, 20, dtype=dtype))
     call = replace(call, q=call.q.requires_grad_())
-    assert ops_kda._backend_for(call) is ops_triton
     with use_backend("auto"):
-        assert ops_kda._backend_for(call) is not ops_triton
+        assert (ops_kda._backend_for(call) is ops_triton) == (dtype != torch.float16)
         with torch.no_grad():
             assert ops_kda._backend_for(call) is ops_triton
