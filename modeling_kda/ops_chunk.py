@@ -148,7 +148,7 @@ def _gradients(
     from .kernels_chunk import recur
     from .kernels_chunk_backward import prepare_backward, recur_backward
 
-    (T, H, K), HEADS = q.shape[1:], to[4].stride(1)
+    (T, H, K), V, HEADS = q.shape[1:], v.shape[3], to[4].stride(1)
     before, d_state = (d_final.new_empty(d_final.shape) for _ in range(2))
     before.zero_() if state is None else before.copy_(state)
     d_state.copy_(d_final)
@@ -159,7 +159,8 @@ def _gradients(
     writes, d_writes = torch.empty_like(values), torch.empty_like(values)
     d_rate, d_bias = decay.new_empty(decay.shape[:2]), torch.empty_like(decay)
     grid, parts = _parts(before, v)
-    part, warps = (32, 8) if v.dtype == torch.float32 else (64, 4)
+    wide = v.dtype == torch.float32
+    part = parts["PART"] if wide or V % 64 else 64  # of values that `recur` has filled
     with device_of(q):
         recur[grid](*prepared, before, cu_seqlens, None, states, writes, T, H, **widths, **parts)
         carried = (read, written, removed, scores, decay, d_o, d_state, cu_seqlens, d_after, d_writes)
@@ -183,8 +184,9 @@ def _gradients(
             len(before),
             **widths,
             **gates,
-            PART=min(part, widths["BV"]),
-            num_warps=warps,
+            PART=part,
+            num_warps=8 if wide else 4,
+            num_stages=2,
         )
     for x, y in zip(to[5:], (d_rate.sum(0), d_bias.sum(0)[:, :K].flatten(), d_state)):
         x.copy_(y)

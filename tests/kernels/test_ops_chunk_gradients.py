@@ -197,6 +197,20 @@ def test_gradients_of_many_tokens_and_heads_are_the_same_every_time(cu_seqlens, 
             assert torch.equal(x, want[name]), name
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [(7, 70), (40, 33), (3, 64)])
+def test_gradients_read_nothing_that_nobody_wrote(widths, dtype, monkeypatch):
+    call = make_call(1, 40, 1, *widths, cu_seqlens=[0, 0, 21, 40], dtype=dtype)
+
+    def filled(x: Tensor) -> Tensor:
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    for owner, name in ((Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
+        make = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, make=make, **given: filled(make(*args, **given)))
+    check(call)
+
+
 @pytest.mark.parametrize("shape", [(0, 20, 2), (2, 0, 2)])
 def test_gradients_of_nothing(shape):
     B, T, H = shape
