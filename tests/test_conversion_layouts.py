@@ -36,8 +36,9 @@ def converted(tmp_path_factory):
     def get(name: str, *options: str):
         key = (name, *options)
         if key not in made:
-            made[key] = tmp_path_factory.mktemp("converted") / name
-            convert("to-kda-hybrid", golden(name), made[key], *options)
+            folder = tmp_path_factory.mktemp("converted") / name
+            convert("to-kda-hybrid", golden(name), folder, *options)
+            made[key] = folder  # not sooner: there may be no release, or the tool may fail
         return made[key]
 
     return get
