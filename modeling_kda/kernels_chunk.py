@@ -34,6 +34,13 @@ def document(cu_seqlens, n, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def within(slot, tokens, begin, end, C: tl.constexpr):
+    """Of a document that begins with `slot`: its chunks before slot `begin`, and before slot `end`."""
+    before, until = tl.maximum(begin - slot, 0), tl.minimum(tl.cdiv(tokens, C), end - slot)
+    return before.to(tl.int32), until.to(tl.int32)
+
+
+@triton.jit
 def document_of(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
     """The document that a slot belongs to."""
     if PACKED:
@@ -193,7 +200,7 @@ def prepare(
     tl.store(to_w + to, (-w).to(to_w.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "begin", "end"])
 def recur(
     q,
     k,
@@ -202,10 +209,15 @@ def recur(
     scores,
     decay,
     state,
+    came,
     cu_seqlens,
     o,
+    to_state,
+    to_left,
     to_states,
     to_writes,
+    begin,
+    end,
     T,
     H,
     K: tl.constexpr,
@@ -217,19 +229,29 @@ def recur(
     PACKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One document of one head: PART of its values through all chunks. `state` is read, and then written.
+    """One document of one head: PART of its values through its chunks from slot `begin` to slot `end`.
 
+    `state` is what every document begins with, None: nothing; `came` `[H, V, K]` that of the one which begins before
+    `begin`; the one which goes on behind `end` leaves its own in `to_left`, the others in `to_state`.
     Tiles have values first, so that what one product gives is the next one's factor where it lies. For gradients,
-    the state before every chunk `[slots, H, BV, BK]` and what it writes `[slots, H, BV, C]`, in place of `o`.
+    the state before every chunk `[end - begin, H, BV, BK]` and what it writes `[end - begin, H, BV, C]`.
     """
     parts: tl.constexpr = (V + PART - 1) // PART
     part, h, n = tl.program_id(0) % parts, tl.program_id(0) // parts % H, tl.program_id(0) // parts // H
     first, tokens, slot = document(cu_seqlens, n, T, C, PACKED)
+    before, until = within(slot, tokens, begin, end, C)
+    if before >= until:
+        return
     row, key, value = tl.arange(0, C), tl.arange(0, BK), part * PART + tl.arange(0, PART)
-    state += ((n.to(tl.int64) * H + h) * V + value[:, None]) * K + key[None, :]
+    of_head = (h * V + value[:, None]) * K + key[None, :]
+    of_document = n.to(tl.int64) * H * V * K + of_head
     inside = (value < V)[:, None] & (key < K)[None, :]
-    S = tl.load(state, inside, other=0.0)
-    place = slot * H + h
+    S = tl.zeros((PART, BK), tl.float32)
+    if state is not None:
+        S = tl.load(state + of_document, inside, other=0.0)
+    if before > 0:
+        S = tl.load(came + of_head, inside, other=0.0)
+    place = (slot + before) * H + h
     tile = place * C * BK + row[:, None] * BK + key[None, :]
     q += tile
     k += tile
@@ -238,23 +260,24 @@ def recur(
     scores += place * C * C + row[:, None] * C + row[None, :]
     decay += place * BK + key
     if o is not None:
-        o += ((first + row[:, None]) * H + h) * V + value[None, :]
-    else:
-        to_states += place * BV * BK + value[:, None] * BK + key[None, :]
-        to_writes += place * BV * C + value[:, None] * C + row[None, :]
-    for start in tl.range(0, tokens, C, num_stages=STAGES):
-        before = S.to(q.dtype.element_ty)
-        writes = tl.dot(before, tl.trans(tl.load(w)), tl.load(u).to(tl.float32), input_precision="ieee")  # [PART, C]
+        o += ((first + before * C + row[:, None]) * H + h) * V + value[None, :]
+    if to_states is not None:
+        kept = place - begin * H
+        to_states += kept * BV * BK + value[:, None] * BK + key[None, :]
+        to_writes += kept * BV * C + value[:, None] * C + row[None, :]
+    for chunk in tl.range(before, until, num_stages=STAGES):
+        old = S.to(q.dtype.element_ty)
+        writes = tl.dot(old, tl.trans(tl.load(w)), tl.load(u).to(tl.float32), input_precision="ieee")  # [PART, C]
         writes = writes.to(q.dtype.element_ty)
         S = tl.dot(writes, tl.load(k), S * tl.load(decay)[None, :], input_precision="ieee")
         if o is not None:
-            out = tl.dot(before, tl.trans(tl.load(q)), input_precision="ieee")
+            out = tl.dot(old, tl.trans(tl.load(q)), input_precision="ieee")
             out = tl.dot(writes, tl.trans(tl.load(scores)), out, input_precision="ieee")
-            there = (start + row < tokens)[:, None] & (value < V)[None, :]
+            there = (chunk * C + row < tokens)[:, None] & (value < V)[None, :]
             tl.store(o, tl.trans(out).to(o.dtype.element_ty), there)
             o += C * H * V
-        else:
-            tl.store(to_states, before)
+        if to_states is not None:
+            tl.store(to_states, old)
             tl.store(to_writes, writes)
             to_states += H * BV * BK
             to_writes += H * BV * C
@@ -264,4 +287,7 @@ def recur(
         u += H * BV * C
         scores += H * C * C
         decay += H * BK
-    tl.store(state, S, inside)
+    if slot + tl.cdiv(tokens, C) > end:
+        tl.store(to_left + of_head, S, inside)
+    if to_state is not None:
+        tl.store(to_state + of_document, S, inside)

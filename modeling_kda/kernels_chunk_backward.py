@@ -3,21 +3,21 @@
 After `prepare` and `recur` have computed again what they did, with the state before every chunk, `recur_backward`
 carries the state's gradient back, chunk after chunk, and then `prepare_backward` turns all chunks at once.
 
-Legend: T tokens a row, H heads, K key width, V value width, C tokens a chunk, N documents, BK, BV padded widths,
-HEADS those of a row, of which H take part. `d_x` is the gradient of x, `to_x` where x goes.
+Legend: T tokens a row, H heads, K key width, V value width, C tokens a chunk, N documents, BK, BV padded widths. `d_x`
+is the gradient of x, `to_x` where x goes.
 """
 
 try:  # in a `try`, so that a reader of exported model code does not need triton; who imports this file does
     import triton
     import triton.language as tl
 
-    from .kernels_chunk import document, document_of, log2_decay, of_tokens
+    from .kernels_chunk import document, document_of, log2_decay, of_tokens, within
     from .kernels_kda import log_decay
 except ImportError:
     raise
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "begin", "end"])
 def recur_backward(
     q,
     k,
@@ -29,9 +29,10 @@ def recur_backward(
     cu_seqlens,
     to_d_after,
     to_d_writes,
+    begin,
+    end,
     T,
     H,
-    HEADS,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -41,31 +42,37 @@ def recur_backward(
     PACKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One document of one head: the gradients of PART of its values, from its last chunk to its first.
+    """One document of one head: the gradients of PART of its values, from its last chunk before slot `end` back to its
+    first from slot `begin` on.
 
     `d_state` is that of the state afterwards, and then that of the state before. Of every chunk, that of the state
-    after it goes to `to_d_after` `[slots, H, BV, BK]`, that of what it writes to `to_d_writes` `[slots, H, BV, C]`.
+    after it goes to `to_d_after` `[end - begin, H, BV, BK]`, that of what it writes to `to_d_writes`
+    `[end - begin, H, BV, C]`.
     """
     parts: tl.constexpr = (V + PART - 1) // PART
     part, h, n = tl.program_id(0) % parts, tl.program_id(0) // parts % H, tl.program_id(0) // parts // H
     first, tokens, slot = document(cu_seqlens, n, T, C, PACKED)
+    before, until = within(slot, tokens, begin, end, C)
+    if before >= until:
+        return
     row, key, value = tl.arange(0, C), tl.arange(0, BK), part * PART + tl.arange(0, PART)
     d_state += ((n.to(tl.int64) * H + h) * V + value[:, None]) * K + key[None, :]
     inside = (value < V)[:, None] & (key < K)[None, :]
     d_S = tl.load(d_state, inside, other=0.0)
-    last = tl.maximum(tl.cdiv(tokens, C) - 1, 0)
+    last = until - 1
     place = (slot + last) * H + h
+    kept = place - begin * H
     tile = place * C * BK + row[:, None] * BK + key[None, :]
     q += tile
     k += tile
     w += tile
     scores += place * C * C + row[:, None] * C + row[None, :]
     decay += place * BK + key
-    to_d_after += place * BV * BK + value[:, None] * BK + key[None, :]
-    to_d_writes += place * BV * C + value[:, None] * C + row[None, :]
-    d_o += ((first + last * C + row[:, None]) * HEADS + h) * V + value[None, :]
-    for done in tl.range(0, tokens, C, num_stages=STAGES):
-        there = (last * C - done + row < tokens)[:, None] & (value < V)[None, :]
+    to_d_after += kept * BV * BK + value[:, None] * BK + key[None, :]
+    to_d_writes += kept * BV * C + value[:, None] * C + row[None, :]
+    d_o += ((first + last * C + row[:, None]) * H + h) * V + value[None, :]
+    for done in tl.range(0, until - before, num_stages=STAGES):
+        there = ((last - done) * C + row < tokens)[:, None] & (value < V)[None, :]
         d_out = tl.trans(tl.load(d_o, there, other=0.0))  # [PART, C]
         d_after = d_S.to(q.dtype.element_ty)
         d_writes = tl.dot(d_after, tl.trans(tl.load(k)), input_precision="ieee")
@@ -81,7 +88,7 @@ def recur_backward(
         decay -= H * BK
         to_d_after -= H * BV * BK
         to_d_writes -= H * BV * C
-        d_o -= C * HEADS * V
+        d_o -= C * H * V
     tl.store(d_state, d_S, inside)
 
 
@@ -96,7 +103,7 @@ def _where_products_are(x, key, inside, one, PRECISION: tl.constexpr):
     return tl.dot(x, one.to(dtype), input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
 
 
-@triton.jit(do_not_specialize=["T", "N"])  # which are others for every batch
+@triton.jit(do_not_specialize=["T", "N", "begin"])  # which are others for every batch
 def prepare_backward(
     q,
     q_stride,
@@ -125,9 +132,9 @@ def prepare_backward(
     to_d_beta,
     to_d_rate,
     to_d_bias,
+    begin,
     T,
     H,
-    HEADS,
     N,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -140,13 +147,14 @@ def prepare_backward(
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """The gradients of one chunk of one head, `[tokens, H, width]` each; those of `A_log` and `dt_bias` a chunk,
-    `[slots, H]` and `[slots, H, BK]`."""
-    h, slot = tl.program_id(0) % H, tl.program_id(0) // H
+    """The gradients of one chunk of one head, `[tokens, H, width]` each, from slot `begin` on; those of `A_log` and
+    `dt_bias` a chunk, `[slots, H]` and `[slots, H, BK]`."""
+    h, slot = tl.program_id(0) % H, begin + tl.program_id(0) // H
     n = document_of(cu_seqlens, slot, T, N, C, PACKED)
-    first, tokens, begin = document(cu_seqlens, n, T, C, PACKED)
-    done = ((slot - begin) * C).to(tl.int32)
+    first, tokens, initial = document(cu_seqlens, n, T, C, PACKED)
+    done = ((slot - initial) * C).to(tl.int32)
     place = slot.to(tl.int64) * H + h
+    kept = tl.program_id(0).to(tl.int64)
     row, key = tl.arange(0, C), tl.arange(0, BK)
     if done >= tokens:
         tl.store(to_d_rate + place, 0.0)
@@ -161,7 +169,7 @@ def prepare_backward(
     gate = of_tokens(gate, h, first, row, gate_stride, K)
     strength = tl.load(of_tokens(beta, h, first, row, beta_stride, 1), there, other=0.0).to(tl.float32)
     strength = tl.sigmoid(strength)
-    d_o = of_tokens(d_o, h, first, row, HEADS * V, V)
+    d_o = of_tokens(d_o, h, first, row, H * V, V)
     of_square = place * C * C + row[:, None] * C + row[None, :]
     inverse, tie = tl.load(solved + of_square), tl.load(ties + of_square)
 
@@ -171,8 +179,8 @@ def prepare_backward(
     d_decay = tl.zeros((BK,), tl.float32)
     for start in range(0, V, PART):
         value = start + tl.arange(0, PART)
-        of_state = place * BV * BK + value[None, :] * BK + key[:, None]
-        of_write = place * BV * C + value[:, None] * C + row[None, :]
+        of_state = kept * BV * BK + value[None, :] * BK + key[:, None]
+        of_write = kept * BV * C + value[:, None] * C + row[None, :]
         real = (value < V)[:, None] & there[None, :]
         S, after = tl.load(states + of_state), tl.load(d_after + of_state)  # [BK, PART]
         W, d_W = tl.load(writes + of_write), tl.load(d_writes + of_write)  # [PART, C]
@@ -185,7 +193,7 @@ def prepare_backward(
         d_scores = tl.dot(tl.trans(out), W, d_scores, input_precision="ieee")
         d_solved = tl.dot(tl.trans(d_W), vs, d_solved, input_precision="ieee")
         d_v = tl.dot(d_W.to(tl.float32), inverse, input_precision=PRECISION) * strength[None, :]
-        to = ((first + row[None, :]) * HEADS + h) * V + value[:, None]
+        to = ((first + row[None, :]) * H + h) * V + value[:, None]
         tl.store(to_d_v + to, d_v.to(to_d_v.dtype.element_ty), real)
 
     # The decays, as in `prepare`.
@@ -224,7 +232,7 @@ def prepare_backward(
     d_ties = tl.where(row[:, None] > row[None, :], d_ties, 0.0)
     d_beta += tl.sum(d_ties * tie, 1)
     d_beta *= strength * (1.0 - strength)
-    tl.store(to_d_beta + (first + row) * HEADS + h, d_beta.to(to_d_beta.dtype.element_ty), there)
+    tl.store(to_d_beta + (first + row) * H + h, d_beta.to(to_d_beta.dtype.element_ty), there)
     # Token by token these are needed, of all later tokens: by way of memory, where what was there is read already.
     tl.debug_barrier()
     of_pair = place * C * C + row[None, :] * C + row[:, None]
@@ -238,7 +246,7 @@ def prepare_backward(
     d_written = d_k * to_end
     reads, written, lasting = qs * d_q + ks * d_read, tl.exp2(whole) * d_decay, ks * d_written
     d_g = tl.where((row == 0)[None, :], (tl.sum(reads, 1) + written)[:, None], 0.0)
-    for j in range(C):
+    for j in range(C - 1):  # nobody reads the last one
         at, later = (row == j)[None, :], (row > j)[None, :]
         between = total - tl.sum(tl.where(at, total, 0.0), 1)[:, None]
         if PRECISION == "ieee":
@@ -267,7 +275,7 @@ def prepare_backward(
         opening = tl.sigmoid(tl.exp(rate) * (x + bias))
         d_x = d_g * BOUND * opening * (1.0 - opening) * tl.exp(rate)
         d_rate = d_x * (x + bias)
-    to = ((first + row[None, :]) * HEADS + h) * K + key[:, None]
+    to = ((first + row[None, :]) * H + h) * K + key[:, None]
     tl.store(to_d_gate + to, d_x.to(to_d_gate.dtype.element_ty), inside)
     tl.store(to_d_bias + place * BK + key, tl.sum(d_x, 1))
     tl.store(to_d_rate + place, tl.sum(d_rate))

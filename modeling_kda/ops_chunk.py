@@ -17,11 +17,9 @@ from .ops_reference import UNIT_EPS, empty_outputs
 
 
 CHUNK = 16  # tokens
-# Bytes for the states before and after each chunk, which gradients need; beyond, heads take turns. With few heads at
-# once a GPU is idle: this is 65,536 tokens of 16 heads of 128 in 16 bits.
+# Bytes for the states before and after each chunk, which gradients need; beyond, stretches of chunks take turns.
 ROOM = 2**32
 
-HEADS_AT = (2, 2, 2, 2, 2, 0, 0)  # the dimension of heads in q, k, v, gate, beta, A_log, dt_bias
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # what `kernels_chunk.recur` reads
 
 
@@ -48,7 +46,8 @@ def chunk(
     prepared, _, widths, _ = _prepare(rows, rates, q, v, bound, cu_seqlens, len(state))
     grid, parts = _parts(state, v)
     with device_of(q):
-        recur[grid](*prepared, state, cu_seqlens, o, None, None, *q.shape[1:3], **widths, **parts)
+        whole = (state, state, cu_seqlens, o, state, state, None, None, 0, len(prepared[-1]))
+        recur[grid](*prepared, *whole, *q.shape[1:3], **widths, **parts)
 
 
 @chunk.register_fake
@@ -96,100 +95,74 @@ def _chunk_backward(
     d_o: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the seven tensors and of the state, from those that arrive at the outputs."""
-    tensors = (q, k, v, gate, beta, A_log, dt_bias)
-    grads = tuple(x.new_empty(x.shape) for x in (*tensors, d_final))
+    """Gradients of the seven tensors and of the state, from those that arrive at the outputs: four launches."""
+    from .kernels_chunk import recur
+    from .kernels_chunk_backward import prepare_backward, recur_backward
+
+    (T, H, K), V, wide = q.shape[1:], v.shape[3], v.dtype == torch.float32
+    grads = tuple(x.new_empty(x.shape) for x in (q, k, v, gate, beta))
+    d_state = d_final.clone(memory_format=torch.contiguous_format)
     if not (v.numel() and d_final.numel()):
-        return (*(x.zero_() for x in grads[:7]), grads[7].copy_(d_final))
-    (B, T, H, K), V = q.shape, v.shape[3]
-    bytes_ = 2 * _slots(B, T, cu_seqlens, len(d_final)) * _padded(K) * _padded(V) * v.element_size()
-    heads, d_o = max(1, ROOM // bytes_), d_o.contiguous()
-    for first in range(0, H, heads):
-        some = (first, min(first + heads, H), H)
-        _gradients(
-            *(_heads(x, dim, *some) for x, dim in zip(tensors, HEADS_AT)),
-            bound,
-            None if state is None else _heads(state, 1, *some),
-            cu_seqlens,
-            _heads(d_o, 2, *some),
-            _heads(d_final, 1, *some),
-            [_heads(x, dim, *some) for x, dim in zip(grads, (*HEADS_AT, 1))],
-        )
-    return grads
+        return *(x.zero_() for x in grads), torch.zeros_like(A_log), torch.zeros_like(dt_bias), d_state
+    state, d_o = None if state is None else state.float().contiguous(), d_o.contiguous()
+    rows, rates = _rows(q, k, v, gate, beta), (A_log.contiguous(), dt_bias.contiguous())
+    prepared, squares, widths, gates = _prepare(
+        rows, rates, q, v, bound, cu_seqlens, len(d_final), with_gradients=True
+    )
+    read, written, removed, _, scores, decay = prepared
+    d_rate, d_bias = decay.new_empty(decay.shape[:2]), torch.empty_like(decay)
+    grid, parts = _parts(d_final, v)
+    part = parts["PART"] if wide or V % 64 else 64  # of values that `recur` has filled
 
+    slots, BK, BV = len(decay), widths["BK"], widths["BV"]
+    some = min(slots, max(1, ROOM // (2 * H * BV * BK * v.element_size())))
+    turns = [(first, min(first + some, slots)) for first in range(0, slots, some)]
+    states, d_after = (v.new_empty(some, H, BV, BK) for _ in range(2))
+    writes, d_writes = (v.new_empty(some, H, BV, CHUNK) for _ in range(2))
+    came = d_state.new_empty(len(turns) + 1, H, V, K)
 
-def _heads(x: Tensor, dim: int, first: int, last: int, all_heads: int) -> Tensor:
-    """The part of heads `first` to `last` of `x`, where dimension `dim` is that of heads, or of all their channels."""
-    each = x.shape[dim] // all_heads
-    return x.narrow(dim, first * each, (last - first) * each)
+    def move_on(i: int, *to: Tensor | None) -> None:
+        moved = (state, came[i], cu_seqlens, None, None, came[i + 1], *to, *turns[i])
+        recur[grid](*prepared, *moved, T, H, **widths, **parts)
+
+    with device_of(q):
+        for i in range(len(turns) - 1):
+            move_on(i, None, None)
+        for i, turn in reversed(list(enumerate(turns))):
+            move_on(i, states, writes)
+            carried = (read, written, removed, scores, decay, d_o, d_state, cu_seqlens, d_after, d_writes, *turn)
+            recur_backward[grid](*carried, T, H, **widths, **parts)
+            first, last = turn
+            prepare_backward[((last - first) * H,)](
+                *rows,
+                *rates,
+                cu_seqlens,
+                *squares,
+                states,
+                writes,
+                d_after,
+                d_writes,
+                d_o,
+                *grads,
+                d_rate,
+                d_bias,
+                first,
+                T,
+                H,
+                len(d_final),
+                **widths,
+                **gates,
+                PART=part,
+                num_warps=8 if wide else 4,
+                num_stages=2,
+            )
+    d_bias = d_bias.sum(0)[:, :K].flatten()
+    return *grads, d_rate.sum(0).to(A_log.dtype), d_bias.to(dt_bias.dtype), d_state
 
 
 @_chunk_backward.register_fake
 def _(q, k, v, gate, beta, A_log, dt_bias, bound, state, cu_seqlens, d_o, d_final):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, gate, beta, A_log, dt_bias, d_final))
-
-
-def _gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    beta: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    bound: float,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    d_o: Tensor,
-    d_final: Tensor,
-    to: Sequence[Tensor],
-) -> None:
-    """`_chunk_backward` of some heads, into `to`: four launches. Rows of `d_o` and `to` are those of all heads."""
-    from .kernels_chunk import recur
-    from .kernels_chunk_backward import prepare_backward, recur_backward
-
-    (T, H, K), V, HEADS = q.shape[1:], v.shape[3], to[4].stride(1)
-    before, d_state = (d_final.new_empty(d_final.shape) for _ in range(2))
-    before.zero_() if state is None else before.copy_(state)
-    d_state.copy_(d_final)
-    rows, rates = _rows(q, k, v, gate, beta), (A_log.contiguous(), dt_bias.contiguous())
-    prepared, squares, widths, gates = _prepare(rows, rates, q, v, bound, cu_seqlens, len(before), with_gradients=True)
-    read, written, removed, values, scores, decay = prepared
-    states, d_after = (v.new_empty(*values.shape[:3], read.shape[3]) for _ in range(2))
-    writes, d_writes = torch.empty_like(values), torch.empty_like(values)
-    d_rate, d_bias = decay.new_empty(decay.shape[:2]), torch.empty_like(decay)
-    grid, parts = _parts(before, v)
-    wide = v.dtype == torch.float32
-    part = parts["PART"] if wide or V % 64 else 64  # of values that `recur` has filled
-    with device_of(q):
-        recur[grid](*prepared, before, cu_seqlens, None, states, writes, T, H, **widths, **parts)
-        carried = (read, written, removed, scores, decay, d_o, d_state, cu_seqlens, d_after, d_writes)
-        recur_backward[grid](*carried, T, H, HEADS, **widths, **parts)
-        prepare_backward[(d_rate.numel(),)](
-            *rows,
-            *rates,
-            cu_seqlens,
-            *squares,
-            states,
-            writes,
-            d_after,
-            d_writes,
-            d_o,
-            *to[:5],
-            d_rate,
-            d_bias,
-            T,
-            H,
-            HEADS,
-            len(before),
-            **widths,
-            **gates,
-            PART=part,
-            num_warps=8 if wide else 4,
-            num_stages=2,
-        )
-    for x, y in zip(to[5:], (d_rate.sum(0), d_bias.sum(0)[:, :K].flatten(), d_state)):
-        x.copy_(y)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

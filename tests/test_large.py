@@ -44,6 +44,21 @@ def test_chunks():
     assert all(torch.equal(a[-1:], b) for a, b in zip(got, want))
 
 
+def test_gradients_of_chunks():
+    """Alone, a row is one stretch of chunks; of many, it comes in another."""
+    call = call_of(17, 65536, 16)
+    assert call.q.numel() > LIMIT
+
+    def gradients(call: KdaCall) -> tuple[Tensor, ...]:
+        tensors = [x.requires_grad_() for x in (call.q, call.k, call.v, call.gate, call.beta)]
+        with torch.enable_grad():
+            o, _ = kda(call)
+        return torch.autograd.grad(o, tensors, call.v.detach())
+
+    want = gradients(last(call))
+    assert all(torch.equal(a[-1:], b) for a, b in zip(gradients(call), want))
+
+
 def test_a_step():
     call, state = call_of(4200, 1, 32), random(4200, 32, 128, 128, dtype=torch.float32)
     assert state.numel() > LIMIT

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from math import ceil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_ops_torch import convert, make_call, outcome
 from torch import Tensor
 
 from modeling_kda import KdaCall, kda, ops_chunk, ops_kda, ops_reference, ops_triton, use_backend
+from modeling_kda import kernels_chunk_backward as kernels
 
 
 ROUNDING = 1e-6  # What comes back is of order one: where that cancels, as for equal keys, its rounding is left.
@@ -20,19 +22,6 @@ ROUNDING = 1e-6  # What comes back is of order one: where that cancels, as for e
 def by_triton():
     with use_backend("triton"):
         yield
-
-
-@pytest.fixture
-def groups(monkeypatch) -> list[tuple]:
-    """The shapes of q in each group of heads whose gradients are computed."""
-    shapes, gradients = [], ops_chunk._gradients
-
-    def watched(q, *args):
-        shapes.append(tuple(q.shape))
-        return gradients(q, *args)
-
-    monkeypatch.setattr(ops_chunk, "_gradients", watched)
-    return shapes
 
 
 def check(call: KdaCall, relative: float | None = None, run=ops_triton.run) -> dict[str, Tensor]:
@@ -103,12 +92,33 @@ def test_gradients_do_not_spread_nan_to_other_documents_and_heads(bad):
     assert torch.isfinite(got["d A_log"][1])
 
 
-def test_gradients_of_many_heads_come_group_by_group(groups, monkeypatch):
-    call = make_call(2, 17, 3, 6, 4)
-    want = outcome(ops_triton.run, there(call))
-    monkeypatch.setattr(ops_chunk, "ROOM", 2 * (2 * 2 * 2) * 16 * 16 * 4)  # of two heads
-    got = outcome(ops_triton.run, there(call))
-    assert groups == [(2, 17, 3, 6), (2, 17, 2, 6), (2, 17, 1, 6)]
+class Launches:
+    """A kernel, and how often it is launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.count = kernel, 0
+
+    def __getitem__(self, grid):
+        self.count += 1
+        return self.kernel[grid]
+
+
+STRETCHES = {
+    "rows": dict(B=2, T=50),
+    "no state": dict(B=2, T=50, with_state=False),
+    "documents": dict(B=1, T=130, cu_seqlens=[0, 3, 3, 60, 100, 130, 130]),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+@pytest.mark.parametrize("name", STRETCHES)
+def test_gradients_of_many_chunks_come_stretch_by_stretch(name, chunks, monkeypatch):
+    call, launches = there(make_call(**STRETCHES[name], H=2, K=6, V=4)), Launches(kernels.recur_backward)
+    want = outcome(ops_triton.run, call)
+    monkeypatch.setattr(ops_chunk, "ROOM", chunks * (2 * 2 * 16 * 16 * 4))
+    monkeypatch.setattr(kernels, "recur_backward", launches)
+    got = outcome(ops_triton.run, call)
+    assert launches.count == ceil((14 if call.cu_seqlens is not None else 8) / chunks)
     for name, x in want.items():
         assert torch.equal(got[name], x), name
 
@@ -198,8 +208,9 @@ def test_gradients_of_many_tokens_and_heads_are_the_same_every_time(cu_seqlens, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("widths", [(7, 70), (40, 33), (3, 64)])
-def test_gradients_read_nothing_that_nobody_wrote(widths, dtype, monkeypatch):
+@pytest.mark.parametrize(("widths", "room"), [((7, 70), ops_chunk.ROOM), ((40, 33), 1), ((3, 64), ops_chunk.ROOM)])
+def test_gradients_read_nothing_that_nobody_wrote(widths, room, dtype, monkeypatch):
+    monkeypatch.setattr(ops_chunk, "ROOM", room)
     call = make_call(1, 40, 1, *widths, cu_seqlens=[0, 0, 21, 40], dtype=dtype)
 
     def filled(x: Tensor) -> Tensor:
@@ -236,7 +247,9 @@ def test_kda_compiles_with_gradients(bound):
     check(call, run=torch.compile(kda, fullgraph=True, backend="aot_eager"))
 
 
-def test_model_learns_by_chunks_as_in_float64(groups):
+def test_model_learns_by_chunks_as_in_float64(monkeypatch):
+    launches = Launches(kernels.recur_backward)
+    monkeypatch.setattr(kernels, "recur_backward", launches)
     model = tiny_model(**DENSE).to(DEVICE)
     ids = token_ids(18).to(DEVICE)
     grads = []
@@ -247,7 +260,7 @@ def test_model_learns_by_chunks_as_in_float64(groups):
                 model = model.double()
             model(ids, labels=ids, use_cache=False).loss.backward()
             grads.append({name: x.grad.double() for name, x in model.named_parameters()})
-    assert len(groups) == sum(kind == "linear_attention" for kind in model.config.layer_types)
+    assert launches.count == sum(kind == "linear_attention" for kind in model.config.layer_types)
     for name, want in grads[1].items():
         assert_close(grads[0][name], want, absolute=1e-7, relative=1e-4, name=name)
 
