@@ -276,7 +276,7 @@ def test_tables_of_a_gpu_are_the_numbers_of_the_last_lines():
     }  # fmt: skip
     point = {"context": 512, "cache": "static", "tok_s": 1490.6, "floor": 2627.0, "first_call": 3.26}
     ours = {"model": "hybrid", "decode": [point], "prefill": [{"tokens": 8192, "tok_s": 289594.2, "cache_mib": 39.21}]}
-    ours |= {"training": {"tok_s": 74048.1, "peak_gib": 14.06}}
+    ours |= {"training": {"tok_s": 74048.1, "peak_gib": 14.06, "first": 11.72}}
     peer = {"model": "fla KDA", "decode": [], "prefill": [{"tokens": 8192, "tok_s": 2e5, "cache_mib": 0.0}]}
     layers = {
         "operations": [
@@ -309,6 +309,7 @@ def test_tables_of_a_gpu_are_the_numbers_of_the_last_lines():
         | cache after 8,192, MiB | 39.2 |  |
         | training on 2 x 4,096, tokens/s | 74,048 |  |
         | training on 2 x 4,096, peak GiB | 14.1 |  |
+        | training on 2 x 4,096, first step, s | 11.7 |  |
 
         `python -m tests.benchmarks.gpu_model`: {note}
         """)

@@ -192,6 +192,9 @@ def demo_lines(printed: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines if "it/s" not in line and "s/it" not in line)
 
 
+TRAINING = (("tok_s", "tokens/s"), ("peak_gib", "peak GiB"), ("first", "first step, s"))
+
+
 def benchmark_tables(printed: str) -> dict[str, str]:
     """Tables from the lines of JSON in what the benchmarks printed, by the name of the block where they stand."""
     makers = {
@@ -285,7 +288,7 @@ def _gpu_table(report: dict[str, Any]) -> str:
             rows.setdefault(f"prefill of {y['tokens']:,}, tokens/s", {})[name] = _digits(y["tok_s"])
             if y["cache_mib"]:  # where it is known
                 rows.setdefault(f"cache after {y['tokens']:,}, MiB", {})[name] = _digits(y["cache_mib"])
-        for key, unit in (("tok_s", "tokens/s"), ("peak_gib", "peak GiB")) if "training" in x else ():
+        for key, unit in TRAINING if "training" in x else ():
             rows.setdefault(f"training on 2 x 4,096, {unit}", {})[name] = _digits(x["training"][key])
     names = list(dict.fromkeys(name for cells in rows.values() for name in cells))
     lines = [f"| | {' | '.join(names)} |\n", f"| --- | {' | '.join(['---:'] * len(names))} |\n"]
