@@ -233,8 +233,8 @@ def recur(
 
     `state` is what every document begins with, None: nothing; `came` `[H, V, K]` that of the one which begins before
     `begin`; the one which goes on behind `end` leaves its own in `to_left`, the others in `to_state`.
-    Tiles have values first, so that what one product gives is the next one's factor where it lies. For gradients,
-    the state before every chunk `[end - begin, H, BV, BK]` and what it writes `[end - begin, H, BV, C]`.
+    Tiles have values first, so that what one product gives is the next one's factor where it lies. For gradients, in
+    place of `o`, the state before every chunk `[end - begin, H, BV, BK]` and what it writes `[end - begin, H, BV, C]`.
     """
     parts: tl.constexpr = (V + PART - 1) // PART
     part, h, n = tl.program_id(0) % parts, tl.program_id(0) // parts % H, tl.program_id(0) // parts // H

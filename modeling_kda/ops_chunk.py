@@ -46,8 +46,23 @@ def chunk(
     prepared, _, widths, _ = _prepare(rows, rates, q, v, bound, cu_seqlens, len(state))
     grid, parts = _parts(state, v)
     with device_of(q):
-        whole = (state, state, cu_seqlens, o, state, state, None, None, 0, len(prepared[-1]))
-        recur[grid](*prepared, *whole, *q.shape[1:3], **widths, **parts)
+        recur[grid](
+            *prepared,
+            state,
+            state,  # nothing comes in from slots before, and nothing goes on
+            cu_seqlens,
+            o,
+            to_state=state,
+            to_left=state,
+            to_states=None,
+            to_writes=None,
+            begin=0,
+            end=len(prepared[-1]),
+            T=q.shape[1],
+            H=q.shape[2],
+            **widths,
+            **parts,
+        )
 
 
 @chunk.register_fake
@@ -95,7 +110,11 @@ def _chunk_backward(
     d_o: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the seven tensors and of the state, from those that arrive at the outputs: four launches."""
+    """Gradients of the seven tensors and of the state, from those that arrive at the outputs.
+
+    Four launches. More than ROOM takes three for each stretch of chunks, from the last to the first, and before that
+    one for each but the last, to find the state that comes into the next.
+    """
     from .kernels_chunk import recur
     from .kernels_chunk_backward import prepare_backward, recur_backward
 
@@ -121,15 +140,15 @@ def _chunk_backward(
     writes, d_writes = (v.new_empty(some, H, BV, CHUNK) for _ in range(2))
     came = d_state.new_empty(len(turns) + 1, H, V, K)
 
-    def move_on(i: int, *to: Tensor | None) -> None:
-        moved = (state, came[i], cu_seqlens, None, None, came[i + 1], *to, *turns[i])
-        recur[grid](*prepared, *moved, T, H, **widths, **parts)
+    def move_on(i: int, **to: Tensor | None) -> None:
+        given = dict(o=None, to_state=None, to_left=came[i + 1], begin=turns[i][0], end=turns[i][1], T=T, H=H)
+        recur[grid](*prepared, state, came[i], cu_seqlens, **given, **to, **widths, **parts)
 
     with device_of(q):
         for i in range(len(turns) - 1):
-            move_on(i, None, None)
+            move_on(i, to_states=None, to_writes=None)
         for i, turn in reversed(list(enumerate(turns))):
-            move_on(i, states, writes)
+            move_on(i, to_states=states, to_writes=writes)
             carried = (read, written, removed, scores, decay, d_o, d_state, cu_seqlens, d_after, d_writes, *turn)
             recur_backward[grid](*carried, T, H, **widths, **parts)
             first, last = turn
