@@ -251,3 +251,20 @@ def check_compiled_steps(model: KdaHybridForCausalLM) -> None:
     for got, want in zip(*(cache.layers for cache in caches)):
         for name, x in got.contents(9).items():
             assert_close(x, want.contents(9)[name], absolute=0, relative=1e-5, name=name)
+
+
+def watch_launches(monkeypatch, module, *kernels: str) -> list[str]:
+    """The names of these Triton kernels of `module`, each as often as it is launched from now on."""
+    names = []
+
+    class Watched:
+        def __init__(self, name: str):
+            self.name, self.kernel = name, getattr(module, name)
+
+        def __getitem__(self, grid):
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for name in kernels:
+        monkeypatch.setattr(module, name, Watched(name))
+    return names

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import TOLERANCE, assert_close, k3_model, tiny_config, tiny_model, token_ids
+from helpers import TOLERANCE, assert_close, k3_model, tiny_config, tiny_model, token_ids, watch_launches
 from torch import nn
 
 from modeling_kda import KdaHybridCache, kernels_linear, ops_linear, use_backend
@@ -25,19 +25,7 @@ def without_gradients():
 @pytest.fixture
 def launched(monkeypatch) -> list[str]:
     """The names of the kernels that are launched."""
-    names = []
-
-    class Watched:
-        def __init__(self, name: str):
-            self.name, self.kernel = name, getattr(kernels_linear, name)
-
-        def __getitem__(self, grid):
-            names.append(self.name)
-            return self.kernel[grid]
-
-    for name in ("linears", "added", "gated"):
-        monkeypatch.setattr(kernels_linear, name, Watched(name))
-    return names
+    return watch_launches(monkeypatch, kernels_linear, "linears", "added", "gated")
 
 
 def layer_of(inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False) -> nn.Linear:
