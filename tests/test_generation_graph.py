@@ -26,8 +26,11 @@ def without_gradients():
 def steps_of(model, ids, call, cache) -> torch.Tensor:
     """Logits of a token at a time behind 6 that were read at once."""
     model(ids[:, :6], cache=cache)
-    inputs = {CACHE_NAME: cache, "use_cache": True, "return_dict": True}
-    return torch.cat([call(input_ids=ids[:, t : t + 1], **inputs).logits.clone() for t in range(6, ids.shape[1])], 1)
+    return torch.cat([logits_at(t, ids, call, cache).clone() for t in range(6, ids.shape[1])], 1)
+
+
+def logits_at(t: int, ids, call, cache) -> torch.Tensor:
+    return call(input_ids=ids[:, t : t + 1], use_cache=True, return_dict=True, **{CACHE_NAME: cache}).logits
 
 
 def test_numbers_are_looked_at_on_the_cpu_whatever_the_default_device():
@@ -252,25 +255,21 @@ def test_graphs_one_after_another_share_their_memory():
 
 @needs_gpu
 def test_graphs_at_once_do_not_disturb_each_other_or_what_is_kept():
-    model, ids = MODELS["KDA and MLA"]().cuda(), token_ids(20, rows=3).cuda()
-    want = [steps_of(model, x, model, KdaHybridCache(model.config, 32)) for x in ids.split(1)]
+    model = MODELS["KDA and MLA"]().cuda()
+    ids, caches = token_ids(20, rows=3).cuda().split(1), [KdaHybridCache(model.config, 32) for _ in range(3)]
+    want = [steps_of(model, x, model, KdaHybridCache(model.config, 32)) for x in ids]
     over = StepGraph(model)
-    cache = KdaHybridCache(model.config, 32)
-    got = [steps_of(model, ids[:1, :19], over, cache)]
-    inputs = [{CACHE_NAME: cache, "input_ids": ids[:1, 19:], "use_cache": True, "return_dict": True}]
-    kept = over(**inputs[0]).logits
+    steps_of(model, ids[0][:, :19], over, caches[0])
+    kept = logits_at(19, ids[0], over, caches[0])
+    assert over.graph is not None
     del over  # the next graph has its memory, but for what is kept
-    steps, caches = [StepGraph(model) for _ in range(2)], [KdaHybridCache(model.config, 32) for _ in range(2)]
-    for x, cache in zip(ids.split(1)[1:], caches):
+    pairs = [(x, StepGraph(model), cache) for x, cache in zip(ids[1:], caches[1:])]
+    for x, _, cache in pairs:
         model(x[:, :6], cache=cache)
-    logits = [[], []]
     for t in range(6, 20):
-        for step, cache, x, to in zip(steps, caches, ids.split(1)[1:], logits):
-            inputs = {CACHE_NAME: cache, "input_ids": x[:, t : t + 1], "use_cache": True, "return_dict": True}
-            to.append(step(**inputs).logits.clone())
-    got = [torch.cat([got[0], kept], 1), *(torch.cat(x, 1) for x in logits)]
-    for x, y in zip(got, want, strict=True):
-        assert (x - y).abs().max() < 1e-4
+        for each, exact in zip(pairs, want[1:]):
+            assert (logits_at(t, *each)[:, 0] - exact[:, t - 6]).abs().max() < 1e-4
+    assert (kept[:, 0] - want[0][:, -1]).abs().max() < 1e-4
 
 
 @needs_gpu
