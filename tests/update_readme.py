@@ -192,9 +192,6 @@ def demo_lines(printed: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines if "it/s" not in line and "s/it" not in line)
 
 
-TRAINING = (("tok_s", "tokens/s"), ("peak_gib", "peak GiB"), ("first", "first step, s"))
-
-
 def benchmark_tables(printed: str) -> dict[str, str]:
     """Tables from the lines of JSON in what the benchmarks printed, by the name of the block where they stand."""
     makers = {
@@ -275,6 +272,7 @@ def _layer_tables(report: dict[str, Any]) -> str:
 
 def _gpu_table(report: dict[str, Any]) -> str:
     rows: dict[str, dict[str, str]] = {}
+    units = {"tok_s": "tokens/s", "peak_gib": "peak GiB", "first": "first step, s"}
     for x in report["models"]:
         name = x["model"].replace("experts", "hybrid")
         for y in x["decode"]:
@@ -288,8 +286,8 @@ def _gpu_table(report: dict[str, Any]) -> str:
             rows.setdefault(f"prefill of {y['tokens']:,}, tokens/s", {})[name] = _digits(y["tok_s"])
             if y["cache_mib"]:  # where it is known
                 rows.setdefault(f"cache after {y['tokens']:,}, MiB", {})[name] = _digits(y["cache_mib"])
-        for key, unit in TRAINING if "training" in x else ():
-            rows.setdefault(f"training on 2 x 4,096, {unit}", {})[name] = _digits(x["training"][key])
+        for key, value in x.get("training", {}).items():
+            rows.setdefault(f"training on 2 x 4,096, {units[key]}", {})[name] = _digits(value)
     names = list(dict.fromkeys(name for cells in rows.values() for name in cells))
     lines = [f"| | {' | '.join(names)} |\n", f"| --- | {' | '.join(['---:'] * len(names))} |\n"]
     lines += [f"| {kind} | {' | '.join(cells.get(name, '') for name in names)} |\n" for kind, cells in rows.items()]
