@@ -277,7 +277,8 @@ def test_tables_of_a_gpu_are_the_numbers_of_the_last_lines():
     point = {"context": 512, "cache": "static", "tok_s": 1490.6, "floor": 2627.0, "first_call": 3.26}
     ours = {"model": "hybrid", "decode": [point], "prefill": [{"tokens": 8192, "tok_s": 289594.2, "cache_mib": 39.21}]}
     ours |= {"training": {"tok_s": 74048.1, "peak_gib": 14.06, "first": 11.72}}
-    peer = {"model": "fla KDA", "decode": [], "prefill": [{"tokens": 8192, "tok_s": 2e5, "cache_mib": 0.0}]}
+    peer = {"model": "fla KDA", "decode": [], "prefill": [{"tokens": 8192, "tok_s": 2e5, "cache_mib": 16.8}]}
+    peer |= {"training": {"tok_s": 40295.3, "peak_gib": 13.01, "first": 200.0}}
     layers = {
         "operations": [
             {"tokens": 8192, "bound": None, "floor": 0.04, "ms": {"triton": 0.412, "fla": 0.5}},
@@ -306,9 +307,9 @@ def test_tables_of_a_gpu_are_the_numbers_of_the_last_lines():
         | decode after 512, static cache, tokens/s | 1,491 (floor 2,627) |  |
         | first token of the first call, s | 3.26 |  |
         | prefill of 8,192, tokens/s | 289,594 | 200,000 |
-        | cache after 8,192, MiB | 39.2 |  |
-        | training on 2 x 4,096, tokens/s | 74,048 |  |
-        | training on 2 x 4,096, peak GiB | 14.1 |  |
+        | cache after 8,192, MiB | 39.2 | 16.8 |
+        | training on 2 x 4,096, tokens/s | 74,048 | 40,295 |
+        | training on 2 x 4,096, peak GiB | 14.1 | 13 |
         | training on 2 x 4,096, first step, s | 11.7 |  |
 
         `python -m tests.benchmarks.gpu_model`: {note}
