@@ -232,7 +232,7 @@ def recur(
     """One document of one head: PART of its values through its chunks from slot `begin` to slot `end`.
 
     `state` is what every document begins with, None: nothing; `came` `[H, V, K]` that of the one which begins before
-    `begin`; the one which goes on behind `end` leaves its own in `to_left`, the others in `to_state`.
+    `begin`; the one which goes on behind `end` leaves its own in `to_left` too, and all of them in `to_state`.
     Tiles have values first, so that what one product gives is the next one's factor where it lies. For gradients, in
     place of `o`, the state before every chunk `[end - begin, H, BV, BK]` and what it writes `[end - begin, H, BV, C]`.
     """

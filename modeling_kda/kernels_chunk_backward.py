@@ -95,11 +95,12 @@ def recur_backward(
 @triton.jit
 def _where_products_are(x, key, inside, one, PRECISION: tl.constexpr):
     """Channels of tokens `[BK, C]` in float32, as a product with `one` leaves them: the tokens of a channel lie in few
-    threads of one warp, which then add them up among themselves. Infinities become large numbers."""
+    threads of one warp, which then add them up among themselves. Infinities become the largest numbers."""
     x = tl.load(x[None, :] + key[:, None], inside, other=0.0)
     short: tl.constexpr = x.dtype == tl.bfloat16 or x.dtype == tl.float16
     dtype: tl.constexpr = x.dtype if short else tl.float32
-    x = tl.minimum(tl.maximum(x.to(tl.float32), -60000.0), 60000.0).to(dtype)
+    most: tl.constexpr = 65504.0 if dtype == tl.float16 else 3e38
+    x = tl.minimum(tl.maximum(x.to(tl.float32), -most), most).to(dtype)
     return tl.dot(x, one.to(dtype), input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
 
 

@@ -17,7 +17,8 @@ from .ops_reference import UNIT_EPS, empty_outputs
 
 
 CHUNK = 16  # tokens
-# Bytes for the states before and after each chunk, which gradients need; beyond, stretches of chunks take turns.
+# Bytes for the states before and after each chunk, which gradients need beside some eight tensors of the size of `q`;
+# beyond, stretches of chunks take turns.
 ROOM = 2**32
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # what `kernels_chunk.recur` reads
