@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from .ops_kda import allowed, leaves_out_kernels
 from .ops_launch import NAME, ceil, device_of, early, unfit, why_not
@@ -81,7 +81,6 @@ class _Joined(torch.autograd.Function):
         return nn.functional.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], -1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         to_x, *to_weights = ctx.needs_input_grad
@@ -184,7 +183,8 @@ def is_plain(module: nn.Module, x: Tensor) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether something else happens when the module runs. accelerate puts a `forward` of its own there."""
-    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+    own = module._forward_hooks or module._forward_pre_hooks
+    return bool("forward" in vars(module) or own or _has_any_global_hook())
 
 
 def _filled(values: Sequence, missing: int) -> list:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from .ops_reference import OPERATORS
+
+
+TRANSFORMED = "torch.func, or forward-mode differentiation"  # what `transformed` finds
 
 
 class Operator:
@@ -31,18 +33,18 @@ class Operator:
     def __call__(self, *inputs: Any) -> Any:
         if torch.compiler.is_compiling() or _watched():
             return self.op(*inputs)
-        if self._with_gradients is None or not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)):
             return self.function(*inputs)
-        wanted = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        return self._with_gradients.apply(*inputs) if wanted else self.function(*inputs)
+        # Without gradients of its own the operator of torch says so, once somebody asks for them.
+        return (self._with_gradients.apply if self._with_gradients else self.op)(*inputs)
 
     def register_fake(self, function: Callable) -> Callable:
         """What torch computes shapes and dtypes with: the same arguments, outputs without contents."""
         return self.op.register_fake(function)
 
     def register_autograd(self, backward: Callable, setup_context: Callable) -> None:
-        """The gradients, which have none themselves; see `torch.library.register_autograd`. For functions that get no
-        lists of tensors."""
+        """The gradients, by operators that have none: a second derivative is an error. See
+        `torch.library.register_autograd`. For functions that get no lists of tensors."""
         self.op.register_autograd(backward, setup_context=setup_context)
         function = self.function
 
@@ -54,7 +56,6 @@ class Operator:
                 return output
 
             @staticmethod
-            @once_differentiable
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
                 return backward(ctx, *grads)
 

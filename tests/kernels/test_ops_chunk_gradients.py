@@ -1,5 +1,6 @@
 """The gradients of ops_chunk.py against those of the recurrence in float64: on a GPU, or by Triton's interpreter."""
 
+import contextlib
 import itertools
 from dataclasses import replace
 from math import ceil
@@ -10,6 +11,7 @@ from helpers import DENSE, TOLERANCE, assert_close, tiny_model, token_ids, watch
 from test_ops_chunk import BOUNDS, DEVICE, DOCUMENTS, DTYPES, HARDER, SHAPES, STREAMS, cut, one_head, there
 from test_ops_torch import convert, make_call, outcome
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_kda import KdaCall, kda, ops_chunk, ops_kda, ops_reference, ops_triton, use_backend
 from modeling_kda import kernels_chunk_backward as kernels
@@ -76,6 +78,24 @@ def test_gradients_stay_in_their_document(documents, with_state):
 @pytest.mark.parametrize("case", HARDER)
 def test_gradients_stay_exact_on_hard_inputs(case):
     check(one_head(cut(HARDER[case](), slice(20))))
+
+
+@pytest.mark.parametrize("large", ["q", "k", "gate"])
+def test_gradients_of_large_numbers(large):
+    call = make_call(1, 20, 1)
+    rate = -12.0 if large == "gate" else 0.0  # whatever the gate, not all is forgotten
+    check(replace(call, **{large: 1e5 * getattr(call, large)}, A_log=torch.full_like(call.A_log, rate)))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_second_derivatives_are_an_error(watched):
+    """Whether the loss is linear in what the kernels gave, or something looked at the operators."""
+    call = convert(there(make_call(1, 20, 1)), lambda x: x.detach().requires_grad_())
+    with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+        o, _ = ops_triton.run(call)
+    [d_v] = torch.autograd.grad(o.sum(), [call.v], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        d_v.square().sum().backward()
 
 
 @pytest.mark.parametrize("bad", ["q", "v", "gate", "state"])

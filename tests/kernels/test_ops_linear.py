@@ -236,6 +236,18 @@ def test_one_product_gives_gradients_only_where_wanted(joined):
     assert joined == [3, 3]
 
 
+def test_one_product_may_be_differentiated_twice(joined):
+    layers, x = [layer_of(8, 8, torch.float32) for _ in range(3)], row(8, torch.float32, 5).requires_grad_()
+    found = []
+    with torch.enable_grad():
+        for y in (linears([x] * 3, layers), [layer(x) for layer in layers]):
+            [dx] = torch.autograd.grad(y[0].square().sum() + y[1].sum(), [x], create_graph=True)
+            found.append(torch.autograd.grad(dx.square().sum(), [x, layers[0].weight, layers[1].weight]))
+    assert joined == [3]
+    for got, want in zip(*found):
+        assert_close(got, want, absolute=0, relative=1e-5)
+
+
 def hooked_backward(layer: nn.Linear, register: str) -> nn.Linear:
     getattr(layer, register)(lambda *_: None)
     return layer
