@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from .ops_operator import transformed
+from .ops_operator import TRANSFORMED, transformed
 
 
 NAME = "triton"  # of the backend that they are
@@ -40,7 +40,7 @@ def unfit(x: Tensor) -> str | None:
     if x.device.type not in DEVICES:  # what is asked most, first
         return f"tensors on {x.device.type!r}"
     if transformed():
-        return "torch.func, or forward-mode differentiation"
+        return TRANSFORMED
     return _unfit_device(x.device) if x.is_cuda else None
 
 

@@ -43,7 +43,8 @@ class KdaCall:
         dt_bias: `[H * K]` float32, head-major.
         lower_bound: None for the softplus gate; the bound (natural log, below 0) for the bounded gate.
         state: `[N, H, V, K]` float32 at the start of each document; None means zeros.
-        cu_seqlens: `[N + 1]` integers, document boundaries; B must be 1. None: each row is a document.
+        cu_seqlens: `[N + 1]` integers, document boundaries; B must be 1. None: each row is a document. On a GPU nobody
+            looks whether they go up from 0 to T.
         overwrite_state: The backend may write the final state into the memory of `state`.
         writes: `[B, T, H, V]` float32, to be filled with what each token writes under its key (without gradients).
             None: nobody wants it.

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import TOLERANCE, tiny_model, token_ids
+from helpers import TOLERANCE, assert_close, tiny_model, token_ids
 from test_ops_torch import TENSORS, check, make_call, outcome, without_gradients
 
 from modeling_kda import KdaCall, backend_report, kda, ops_kda, ops_launch, ops_reference, ops_torch, use_backend
@@ -129,6 +129,23 @@ def test_kda_names_v_if_its_dimensions_are_wrong():
     call = make_call(2, 5, 3)
     with pytest.raises(ValueError, match="`v`"):
         kda(replace(call, v=torch.tensor(1.0)))
+
+
+def test_kda_wants_all_on_one_device():
+    call = make_call(2, 5, 3)
+    with pytest.raises(ValueError, match="`A_log` is on meta, `q` on cpu"):
+        kda(replace(call, A_log=call.A_log.to("meta")))
+
+
+@pytest.mark.parametrize("T", [8, 40])
+def test_kda_is_right_in_forward_mode(T):
+    call = make_call(T=T)
+
+    _, (along, along_state) = torch.func.jvp(lambda v: kda(replace(call, v=v)), (call.v,), (call.v.sin(),))
+    # It is linear in the values: without a state to begin with, that of the change is the change.
+    want, state = ops_reference.run(replace(call, v=call.v.sin(), state=None))
+    assert_close(along, want, 1e-6)
+    assert_close(along_state, state, 1e-6)
 
 
 @pytest.mark.parametrize("bound", [0.0, 5.0, float("nan")])
