@@ -1,8 +1,10 @@
 """The decoding step of `generate` as a CUDA graph, one launch for all kernels of a token, and the loop around it."""
 
+import contextlib
 import math
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,9 +23,13 @@ logger = logging.get_logger(__name__)
 # While a graph is captured, its device gives random numbers to nobody else, whatever the thread.
 _random_numbers = threading.Lock()
 
-# Graphs that are over, by the stream they ran on, each with the stream it was captured on: the next one there takes
-# their memory, which torch would keep for nobody until there is no other.
-_over: dict[torch.cuda.Stream, list[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]] = {}
+# Graphs of a model that are over, by the stream they ran on, each with the stream it was captured on: the next one
+# there takes their memory, which torch would keep for nobody until there is no other.
+_Over = dict[torch.cuda.Stream, list[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]]
+_over: weakref.WeakKeyDictionary[nn.Module, _Over] = weakref.WeakKeyDictionary()
+
+# Why a model could not be captured, by rows: after a try that failed, torch may keep its memory for good.
+_failed: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
 
 # What `forward` may be asked to return that a graph would overwrite with the next token.
 EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -76,28 +82,31 @@ class StepGraph:
 
     def _capture(self, inputs: dict[str, Any]) -> None:
         """Records the kernels of a call; none of them runs."""
+        failed, rows = _failed.setdefault(self.model, {}), len(inputs["input_ids"])
+        if rows in failed:
+            self._give_up(failed[rows])
+            return
         self.tensors = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor)}
         self.rest = {name: x for name, x in inputs.items() if name not in self.tensors}
         device = inputs["input_ids"].device
         here = torch.cuda.current_stream(device)
-        over = _over.setdefault(here, [])
+        over = _over.setdefault(self.model, {}).setdefault(here, [])
         with _random_numbers:  # which holds other threads
             before, stream = over.pop() if over else (None, torch.cuda.Stream(device))
         graph, memory = torch.cuda.CUDAGraph(), None if before is None else before.pool()
         stream.wait_stream(here)
         try:
-            # Not `torch.cuda.graph`, which collects garbage and gives all unused memory back first.
-            with _random_numbers, torch.cuda.stream(stream):  # and its device
-                graph.capture_begin(memory, capture_error_mode="thread_local")
-                try:
-                    self.outputs = self.model(**{**self.rest, **self.tensors})
-                finally:
-                    graph.capture_end()
-                torch._C._cuda_clearCublasWorkspaces()  # this one is the graph's, and no other's on this stream
-        except RuntimeError as error:
-            _restore_random_numbers(device)
+            with _random_numbers, torch.cuda.stream(stream), _recorded(graph, memory):  # and the stream's device
+                self.outputs = self.model(**{**self.rest, **self.tensors})
+        except BaseException as error:  # of any kind: if the call is wrong, it raises once more as it is
             self.cache.unfinished = False  # nothing ran
-            self._give_up(str(error).splitlines()[0])
+            _restore_random_numbers(device)
+            if not isinstance(error, Exception):
+                raise
+            problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            if not isinstance(error, torch.OutOfMemoryError):  # another time there may be room
+                failed[rows] = problem
+            self._give_up(problem)
             return
         here.wait_stream(stream)
         self.graph = graph
@@ -119,11 +128,26 @@ class StepGraph:
 
 def _restore_random_numbers(device: torch.device) -> None:
     """After a capture that failed, torch's generator waits for its end, and gives no numbers: until one has ended."""
-    graph = torch.cuda.CUDAGraph()
-    with _random_numbers, torch.cuda.stream(torch.cuda.Stream(device)):
-        graph.capture_begin(capture_error_mode="thread_local")
-        torch.empty(1, device=device).zero_()
-        graph.capture_end()
+    x = torch.empty(1, device=device)
+    with _random_numbers, torch.cuda.stream(torch.cuda.Stream(device)), _recorded(torch.cuda.CUDAGraph()):
+        x.zero_()
+
+
+@contextlib.contextmanager
+def _recorded(graph: torch.cuda.CUDAGraph, memory: tuple[int, int] | None = None) -> Iterator[None]:
+    """`torch.cuda.graph`, which collects garbage and gives all unused memory back first, without that.
+
+    cuBLAS has a workspace for each stream. That of a graph belongs to nobody else, before or after.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    graph.capture_begin(memory, capture_error_mode="thread_local")
+    try:
+        yield
+    finally:
+        try:
+            graph.capture_end()
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
 
 
 def problem_of(model: nn.Module) -> str:
@@ -166,33 +190,35 @@ def sample(
     model_kwargs.pop("position_ids", None)  # of one token they say nothing
     if mask is not None:  # of one shape for all steps; no step sees what is behind its own token
         model_kwargs["attention_mask"] = F.pad(mask, (0, cache.max_cache_len - mask.shape[1]), value=1)
-    while True:
-        logits = outputs.logits[:, -1]
-        if logits_processor or generation_config.do_sample:
-            logits = logits_processor(input_ids, logits.to(torch.float32, copy=True))  # the graph writes there again
-        del outputs  # those of a long prompt are large
-        if generation_config.do_sample:
-            with _random_numbers:
-                tokens = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
-        else:
-            tokens = logits.argmax(-1)
-        if pads:
-            tokens = torch.where(going, tokens, generation_config._pad_token_tensor)
-        input_ids = torch.cat([input_ids, tokens.unsqueeze(1)], 1)
-        last = input_ids.shape[1] >= most
-        if criteria:
-            going = going & ~criteria(input_ids, None)
-        if criteria or streamer is not None:
-            looked.at(torch.cat([tokens, going.any().unsqueeze(0)]))
+    with model._optimize_model_for_decode():  # which is not for prompts: it copies experts for every token
+        while True:
+            logits = outputs.logits[:, -1]
+            if logits_processor or generation_config.do_sample:
+                # A copy, for a graph writes there again.
+                logits = logits_processor(input_ids, logits.to(torch.float32, copy=True))
+            del outputs  # those of a long prompt are large
+            if generation_config.do_sample:
+                with _random_numbers:
+                    tokens = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
+            else:
+                tokens = logits.argmax(-1)
+            if pads:
+                tokens = torch.where(going, tokens, generation_config._pad_token_tensor)
+            input_ids = torch.cat([input_ids, tokens.unsqueeze(1)], 1)
+            last = input_ids.shape[1] >= most
+            if criteria:
+                going = going & ~criteria(input_ids, None)
+            if criteria or streamer is not None:
+                looked.at(torch.cat([tokens, going.any().unsqueeze(0)]))
 
-        if ahead and not last:
-            outputs = step_on(input_ids)
-        if streamer is not None:
-            streamer.put(looked.values()[:-1])
-        if last or (criteria and not looked.values()[-1]):
-            break
-        if not ahead:
-            outputs = step_on(input_ids)
+            if ahead and not last:
+                outputs = step_on(input_ids)
+            if streamer is not None:
+                streamer.put(looked.values()[:-1])
+            if last or (criteria and not looked.values()[-1]):
+                break
+            if not ahead:
+                outputs = step_on(input_ids)
     if streamer is not None:
         streamer.end()
     return input_ids
@@ -206,7 +232,7 @@ class _Glance:
         self.ready = torch.cuda.Event() if device.type == "cuda" else None
 
     def at(self, x: Tensor) -> None:
-        self.host.copy_(x, non_blocking=True)
+        self.host.copy_(x, non_blocking=self.ready is not None)
         if self.ready is not None:
             self.ready.record(torch.cuda.current_stream(x.device))
 

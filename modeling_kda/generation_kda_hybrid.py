@@ -127,6 +127,7 @@ class KdaGenerationMixin(GenerationMixin):
         if self.device.type != "cuda" or asked or seen or self._compiles(generation_config.compile_config):
             return False
         tokens, config = generation_config.max_new_tokens or 0, self.config
+        rows *= generation_config.num_return_sequences or 1
         row = (config.kv_lora_rank + config.qk_rope_head_dim) * config.layer_types.count("full_attention")
         if tokens < FEW or rows * tokens * row * self.dtype.itemsize > MOST_BYTES:
             return False
@@ -172,12 +173,12 @@ class KdaGenerationMixin(GenerationMixin):
         """As in transformers; with a CUDA graph in a loop that the device need not wait for, if tokens are all that is
         wanted."""
         args = (input_ids, logits_processor, stopping_criteria, generation_config)
-        plain = not (synced_gpus or generation_config.return_dict_in_generate or generation_config.is_assistant)
+        other = synced_gpus or generation_config.return_dict_in_generate or generation_config.is_assistant
+        plain = not other and input_ids.device == self.device
         if plain and self._valid_auto_compile_criteria(model_kwargs, generation_config):
             step = self.get_compiled_call(generation_config.compile_config)
             if isinstance(step, StepGraph) and not step.problem:
-                with self._optimize_model_for_decode():
-                    return sample(self, step, *args, streamer, model_kwargs)
+                return sample(self, step, *args, streamer, model_kwargs)
         return super()._sample(*args, synced_gpus, streamer, **model_kwargs)
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:

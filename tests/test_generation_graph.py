@@ -1,14 +1,16 @@
 """generation_graph.py: a step as a CUDA graph; without a GPU, that every call runs as it is."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from helpers import k3_model, tiny_model, token_ids
+from torch import nn
 from transformers import CompileConfig, StoppingCriteria
 from transformers.generation import BaseStreamer, LogitsProcessor, MaxLengthCriteria
 
-from modeling_kda import KdaHybridCache, generation_kda_hybrid
+from modeling_kda import KdaHybridCache, generation_graph, generation_kda_hybrid
 from modeling_kda.compat_transformers import CACHE_NAME
 from modeling_kda.generation_graph import StepGraph, _Glance
 
@@ -58,6 +60,66 @@ def test_step_graph_runs_a_call_as_it_is_without_a_gpu():
     assert step.graph is None
 
 
+class Recorder:
+    """Stands for torch's graphs and streams, and says what they are asked for."""
+
+    asked: list[str] = []
+
+    def __init__(self, device=None):
+        self.open = False
+
+    def capture_begin(self, pool=None, capture_error_mode=""):
+        self.open = True
+
+    def capture_end(self):
+        self.open = False
+        self.asked.append("captured")
+
+    def wait_stream(self, other):
+        pass
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError(), RuntimeError("\nnot now"), ValueError("no"), Interrupted()], ids=repr
+)
+def test_step_graph_leaves_everything_as_it_was_if_a_capture_fails(error, monkeypatch):
+    model, ids, asked = tiny_model(), token_ids(9), []
+    monkeypatch.setattr(Recorder, "asked", asked)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
+    monkeypatch.setattr(torch.cuda, "Stream", Recorder)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: asked.append("workspaces"), raising=False)
+    monkeypatch.setattr(StepGraph, "_is_step", staticmethod(lambda inputs: inputs["input_ids"].shape[1] == 1))
+    want = steps_of(model, ids, model, KdaHybridCache(model.config, 16))
+    forward = type(model.model.norm).forward
+
+    def fails(self, x):
+        if asked and asked[-1] == "workspaces" and len(asked) == 1:  # inside of the first capture
+            raise error
+        return forward(self, x)
+
+    monkeypatch.setattr(type(model.model.norm), "forward", fails)
+    step, cache = StepGraph(model), KdaHybridCache(model.config, 16)
+    context = pytest.raises(Interrupted) if isinstance(error, Interrupted) else contextlib.nullcontext()
+    with context:
+        assert torch.equal(steps_of(model, ids, step, cache), want)
+        assert step.problem.startswith(type(error).__name__)
+    one = ["workspaces", "captured", "workspaces"]
+    assert asked == 2 * one, "the one that failed, and one after which there are random numbers again"
+    assert not generation_graph._random_numbers.locked()
+    assert not cache.unfinished
+    if not isinstance(error, Interrupted):
+        again = StepGraph(model)
+        assert torch.equal(steps_of(model, ids, again, KdaHybridCache(model.config, 16)), want)
+        assert asked == 2 * one, "it is not tried once more"
+        assert again.problem == step.problem
+
+
 @pytest.mark.parametrize("kind", ["hook", "pre-hook", "forward"])
 def test_step_graph_is_not_for_models_with_hooks(kind, messages):
     model = tiny_model()
@@ -70,6 +132,13 @@ def test_step_graph_is_not_for_models_with_hooks(kind, messages):
     step = StepGraph(model)
     assert step.problem == "module 'model.layers.1.mlp' has hooks"
     assert [m for m in messages() if "without a CUDA graph" in m]
+
+
+def test_step_graph_is_not_for_hooks_of_all_modules():
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert "has hooks" in StepGraph(tiny_model()).problem
+    handle.remove()
+    assert not StepGraph(tiny_model()).problem
 
 
 class Streamed(BaseStreamer):
@@ -140,6 +209,30 @@ def test_loop_of_a_graph_gives_what_the_loop_of_transformers_gives(name, pads, g
         assert 10 < len(results[0][0][0]) < 39, "no early end was tested"
 
 
+def test_a_prompt_is_not_read_in_the_way_that_is_for_decoding(monkeypatch):
+    """For which transformers has experts copied for every token."""
+    model, decoding, seen = tiny_model(), [], []
+
+    @contextlib.contextmanager
+    def for_decoding(self):
+        decoding.append(1)
+        yield
+        decoding.pop()
+
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", for_decoding)
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
+    forward = type(model).forward
+
+    def watched(self, **kwargs):
+        seen.append((kwargs["input_ids"].shape[1], len(decoding)))
+        return forward(self, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", watched)
+    model.generate(token_ids(9), max_new_tokens=3, do_sample=False, cache_implementation="static")
+    assert seen == [(9, 0), (1, 1), (1, 1)]
+    assert not decoding
+
+
 class Kept(LogitsProcessor):
     """Keeps the scores that it gets."""
 
@@ -179,6 +272,7 @@ ALONE = dict(do_sample=False, max_new_tokens=16)
 WITHOUT = {
     "few tokens": dict(max_new_tokens=15),
     "much room": dict(max_new_tokens=2**30),
+    "room for many": dict(max_new_tokens=2**20, num_return_sequences=64, do_sample=True),
     "beams": dict(num_beams=2),
     "drafts": dict(prompt_lookup_num_tokens=3),
     "a cache that is returned": dict(return_dict_in_generate=True),
