@@ -103,7 +103,7 @@ class StepGraph:
             _restore_random_numbers(device)
             if not isinstance(error, Exception):
                 raise
-            problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")
             if not isinstance(error, torch.OutOfMemoryError):  # another time there may be room
                 failed[rows] = problem
             self._give_up(problem)

@@ -87,6 +87,14 @@ def test_gradients_of_large_numbers(large):
     check(replace(call, **{large: 1e5 * getattr(call, large)}, A_log=torch.full_like(call.A_log, rate)))
 
 
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("large", [3e38, -3e38])
+def test_gradients_of_large_gates_at_slow_rates(large, bound):
+    call = make_call(1, 20, 1, bound=bound)
+    call.gate[0, 2, 0, 1] = call.gate[0, 17, 0, 0] = large
+    check(replace(call, A_log=torch.full_like(call.A_log, -12.0)))
+
+
 @pytest.mark.parametrize("watched", [False, True])
 def test_second_derivatives_are_an_error(watched):
     """Whether the loss is linear in what the kernels gave, or something looked at the operators."""
