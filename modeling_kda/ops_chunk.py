@@ -17,7 +17,7 @@ from .ops_reference import UNIT_EPS, empty_outputs
 
 
 CHUNK = 16  # tokens
-# Bytes for the states before and after each chunk, which gradients need beside some eight tensors of the size of `q`;
+# Bytes for the states before and after each chunk, which gradients need beside some nine tensors of the size of `q`;
 # beyond, stretches of chunks take turns.
 ROOM = 2**32
 

@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from .ops_operator import TRANSFORMED, transformed
+from .ops_operator import transformed
 from .ops_reference import OPERATORS, KdaCall, empty_outputs
 
 
@@ -43,8 +43,8 @@ def refuses(call: KdaCall) -> str | None:
     """Why this backend cannot run `call`, or None."""
     if call.q.device.type != "cuda":
         return f"tensors on {call.q.device.type!r}"
-    if transformed():
-        return TRANSFORMED
+    if where := transformed():
+        return where
     if call.v.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {call.v.dtype}: its products round to TF32"
     if not call.q.numel() or not call.v.numel():

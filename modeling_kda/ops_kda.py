@@ -123,7 +123,7 @@ def _check(call: KdaCall) -> None:
                 f"`{name}` has shape {tuple(getattr(call, name).shape)}; it must be [batch, tokens, heads, width]."
             )
     B, T, H, K = call.q.shape
-    V, N = call.v.shape[-1], call.num_documents
+    V, N, device = call.v.shape[-1], call.num_documents, call.q.device
     wanted = {
         "q": (B, T, H, K),
         "k": (B, T, H, K),
@@ -141,8 +141,8 @@ def _check(call: KdaCall) -> None:
             continue
         if tuple(tensor.shape) != shape:
             raise ValueError(f"`{name}` has shape {tuple(tensor.shape)}; with `q` {(B, T, H, K)} it must be {shape}.")
-        if tensor.device != call.q.device:
-            raise ValueError(f"`{name}` is on {tensor.device}, `q` on {call.q.device}; they must be on one device.")
+        if tensor.device != device:
+            raise ValueError(f"`{name}` is on {tensor.device}, `q` on {device}; they must be on one device.")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"`{name}` is {tensor.dtype}; supported: {', '.join(map(str, DTYPES))}.")
     if call.lower_bound is not None and not call.lower_bound < 0:

@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from .ops_operator import TRANSFORMED, transformed
+from .ops_operator import transformed
 
 
 NAME = "triton"  # of the backend that they are
@@ -39,8 +39,8 @@ def unfit(x: Tensor) -> str | None:
     """Why no kernel can run on `x`, whatever the kernel, or None."""
     if x.device.type not in DEVICES:  # what is asked most, first
         return f"tensors on {x.device.type!r}"
-    if transformed():
-        return TRANSFORMED
+    if where := transformed():
+        return where
     return _unfit_device(x.device) if x.is_cuda else None
 
 

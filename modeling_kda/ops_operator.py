@@ -14,9 +14,6 @@ from torch.autograd import forward_ad
 from .ops_reference import OPERATORS
 
 
-TRANSFORMED = "torch.func, or forward-mode differentiation"  # what `transformed` finds
-
-
 class Operator:
     """A function of tensors as an operator of torch.
 
@@ -69,9 +66,11 @@ def operator(name: str, mutates_args: Sequence[str] = (), schema: str | None = N
 
 def _watched() -> bool:
     """Whether something looks at the operators that are called: a tracer, fake tensors, a transform."""
-    return bool(torch._C._len_torch_dispatch_stack()) or transformed()
+    return bool(torch._C._len_torch_dispatch_stack() or transformed())
 
 
-def transformed() -> bool:
-    """Whether tensors that look plain may carry more: inside of `torch.func`, or of forward-mode differentiation."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+def transformed() -> str | None:
+    """Where tensors that look plain may carry more, which a gradient of our own does not know, or None."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "inside of torch.func or of forward-mode differentiation"
+    return None

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops_operator import TRANSFORMED, transformed
+from .ops_operator import transformed
 from .ops_reference import (
     OPERATORS,
     UNIT_EPS,
@@ -58,7 +58,7 @@ def why_not() -> str | None:
 
 def refuses(call: KdaCall) -> str | None:
     """Why this backend cannot run `call`, or None."""
-    return TRANSFORMED if transformed() else None
+    return transformed()
 
 
 def run(call: KdaCall) -> tuple[Tensor, Tensor]:
