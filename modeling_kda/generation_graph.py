@@ -25,8 +25,8 @@ _random_numbers = threading.Lock()
 
 # Graphs of a model that are over, by the stream they ran on, each with the stream it was captured on: the next one
 # there takes their memory, which torch would keep for nobody until there is no other.
-_Over = dict[torch.cuda.Stream, list[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]]
-_over: weakref.WeakKeyDictionary[nn.Module, _Over] = weakref.WeakKeyDictionary()
+_Graphs = dict[torch.cuda.Stream, list[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]]
+_over: weakref.WeakKeyDictionary[nn.Module, _Graphs] = weakref.WeakKeyDictionary()
 
 # Why a model could not be captured, by rows: after a try that failed, torch may keep its memory for good.
 _failed: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
